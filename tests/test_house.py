@@ -105,3 +105,18 @@ def is_defined(name: str) -> bool:
     module, _, own = name.rpartition(".")
     body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
     return own in [one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
+
+
+# What is there by design: a command has the name of what it runs, and programs begin in `main`.
+SAME_NAMES = {"main"}
+
+
+def test_a_public_name_stands_for_one_thing() -> None:
+    """A function or a class at the top of a module: who reads the name somewhere need not ask which."""
+    homes: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "dp_ray").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            is_command = isinstance(node, ast.FunctionDef) and path.parent.name == "cli" and node.decorator_list
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not is_command:
+                homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SAME_NAMES} == {}

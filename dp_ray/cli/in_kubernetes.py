@@ -14,7 +14,7 @@ from dp_ray.places.kuberay import ID, final_status, note_end
 from dp_ray.storage import Storage, located
 
 
-def run_once(arguments: list[str]) -> int:
+def run_unless_ended(arguments: list[str]) -> int:
     """Run the job, unless a cluster of the same manifest has ended it for good; return its exit status."""
     manifest, run_dir = os.environ[ID], _run_dir(arguments)
     status = None if run_dir is None else final_status(run_dir, manifest)
@@ -54,4 +54,4 @@ def _run_dir(arguments: list[str]) -> Storage | None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_once(sys.argv[1:]))
+    sys.exit(run_unless_ended(sys.argv[1:]))

@@ -48,7 +48,7 @@ def bring_about(fault: Fault, driver_node: str) -> None:
         if fault.action == "kill":
             raylet, this_process = raylet_of_this_worker(), psutil.Process()
             family = [*raylet.children(recursive=True), raylet]
-            for process in sorted(family, key=lambda one: one == this_process):  # this one last
+            for process in sorted(family, key=lambda each: each == this_process):  # this one last
                 process.kill()
         elif refusal := drain_this_node(fault.seconds):
             raise ClusterError(f"--inject: Ray does not drain the node: {refusal}")
@@ -119,7 +119,7 @@ class Heartbeat(StepControl):
         if self._first is None:
             self._first = step
             self._send(Started(self.attempt, self._world.rank, step, self._reads))
-        for fault in [one for one in self._faults if one.is_due(self._world, step)]:
+        for fault in [fault for fault in self._faults if fault.is_due(self._world, step)]:
             self._faults.remove(fault)
             if fault.part:
                 self._clock.when(Part[fault.part.upper()], partial(self._inject, fault))

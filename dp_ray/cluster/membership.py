@@ -106,7 +106,7 @@ class Membership:
         """
         if member.name in self._gone:
             return False
-        self._leave_out({one.name for one in self._known() if one.slot == member.slot} - {member.name})
+        self._leave_out({each.name for each in self._known() if each.slot == member.slot} - {member.name})
         self.reach(progress)
         is_newcomer = self.view.rank(member.name) is None
         if is_newcomer and member.node_id in self._drained and self.view.members:
@@ -189,7 +189,7 @@ class Membership:
 
     def awaited(self) -> list[Member]:
         """Return the members without whose asking there is no next view."""
-        return [one for one in self.view.members if one.name not in self._gone and one.name not in self._asking]
+        return [each for each in self.view.members if each.name not in self._gone and each.name not in self._asking]
 
     def settle(self) -> View | None:
         """Make the next view and return it, if all that live have asked; else None.
@@ -201,13 +201,13 @@ class Membership:
         if len(self._asking) < (self.expected if self.phase is Phase.BEGINNING else self.least):
             return None
         number = self.view.number + 1
-        staying = {name: one for name, one in self._asking.items() if one.node_id not in self._drained}
+        staying = {name: each for name, each in self._asking.items() if each.node_id not in self._drained}
         if max(self._finished[name] for name in self._asking) in {self._finished[name] for name in staying}:
             self._gone |= self._asking.keys() - staying.keys()  # else they have what no other one has, and stay
             self._asking = staying
-        by_age = sorted(self._asking.values(), key=lambda one: (self._since.get(one.name, number), one.slot))
+        by_age = sorted(self._asking.values(), key=lambda each: (self._since.get(each.name, number), each.slot))
         nodes = list(dict.fromkeys(member.node_id for member in by_age))
-        members = sorted(by_age, key=lambda one: nodes.index(one.node_id))
+        members = sorted(by_age, key=lambda each: nodes.index(each.node_id))
         self._since = {member.name: self._since.get(member.name, number) for member in members}
         self.view, self._asking, self._finished = View(number, tuple(members)), {}, {}
         self.phase = Phase.PLANNED if self.drained() else Phase.SETTLED

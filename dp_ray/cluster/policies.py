@@ -203,7 +203,7 @@ def answers_at(node: dict[str, Any]) -> bool:
         return False
 
 
-def answering(node_ids: Collection[str]) -> set[str]:
+def nodes_that_answer(node_ids: Collection[str]) -> set[str]:
     """Return the ids of those of these nodes that are alive and take a connection."""
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     return {node_id for node_id in node_ids if node_id in alive and answers_at(alive[node_id])}
@@ -215,7 +215,7 @@ def lose_cut_off(channel: Any, job: Terms, num_workers: int) -> None:
     Ray calls such a node dead after up to a minute. A worker that gives no sign on a node that answers may compute.
     """
     silent = ray.get(channel.silent.remote(job.number, SILENT_BEATS * beat_interval(num_workers)))
-    there = answering({member.node_id for member in silent}) if silent else set()
+    there = nodes_that_answer({member.node_id for member in silent}) if silent else set()
     if slots := [member.slot for member in silent if member.node_id not in there]:
         failure = WorkersFailed({}, dict.fromkeys(slots, "its node does not answer"))
         loss = ray.get(channel.survey.remote(job.number, tuple(slots)))
@@ -320,7 +320,7 @@ class RestartPolicy:
             return set()
         self._looked = now
         out = draining_nodes() | set(ray.get(self.channel.state.remote())[1].avoided)
-        there = answering(set(places.values()) - out - {""})
+        there = nodes_that_answer(set(places.values()) - out - {""})
         found = {rank for rank, node_id in places.items() if node_id in there}
         if not found and not self._says_no_room:
             send(self.channel, Note("no node has room for another worker now: the others go on without it"))

@@ -41,7 +41,7 @@ from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.numerics import OtherKind
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.task import run_task, settings_of
-from dp_ray.tasks.views import prepare
+from dp_ray.tasks.views import hold_in_memory
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
         if terms.goes_on:
             ended = run_in_views(worker, packed, attempt, here, lines)
         else:
-            ended = run_once(worker, packed, attempt, here)
+            ended = run_in_one_group(worker, packed, attempt, here)
     if ended is not None:
         attempt, rank, is_stopped = ended
         imported = imported_files() if rank == 0 and not terms.is_last else ()
         send(worker.channel, Finished(attempt, rank, is_stopped, tuple(remains), imported), worker.number)
 
 
-def run_once(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tuple[str, int, bool]:
+def run_in_one_group(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tuple[str, int, bool]:
     """Run the job among the workers that were started together; return its attempt, the rank, and if it stopped."""
     return attempt, here.rank, run_packed(worker, packed, attempt, here) is True
 
@@ -131,7 +131,7 @@ def hold_in_advance(assigned: Assignment, here: World, held: Held) -> None:
     job = assigned.job.for_task()
     world = with_devices(here, job, job.num_devices)
     with settings_of(job, world):
-        prepare(Context(job, world, Storage(assigned.run_dir), lambda _: None, held=held))
+        hold_in_memory(Context(job, world, Storage(assigned.run_dir), lambda _: None, held=held))
 
 
 class Next(Enum):

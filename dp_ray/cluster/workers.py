@@ -233,7 +233,7 @@ class StartedWorkers:
 
         if monitor.end.finished:
             self.take_end(monitor.end.finished)
-            self.is_mended |= any(one.survives for one in monitor.incidents.log.interruptions)
+            self.is_mended |= any(interruption.survives for interruption in monitor.incidents.log.interruptions)
             if any(worker.is_stopped for worker in monitor.end.finished):
                 raise StopRequested("stopped as it was asked")
             return

@@ -23,7 +23,7 @@ from dp_ray.engine.host_copy import entered, side_stream
 from dp_ray.engine.items import PassthroughBatch, SampleReader, item_keys, passthrough_keys, whole_columns
 from dp_ray.engine.loader import Pieces, Samples, collate_of, make_loader, new_screen, next_batch
 from dp_ray.engine.out_of_memory import ShardSize, advised
-from dp_ray.engine.packing import packed
+from dp_ray.engine.packing import packed_dataset
 from dp_ray.engine.random import preserved, seed_all
 from dp_ray.engine.step import ModelInputs
 from dp_ray.engine.timed_loader import StepTimes
@@ -416,13 +416,13 @@ def _wait_for(shard: LoadedShard, copied: torch.Event, device: torch.device) -> 
 def seeded_dataset(job: Job, name: str = "dataset") -> Any:
     """Build the job's dataset after seeding: random data is the same on every worker and in every run.
 
-    With `pack` its samples are windows. Raises what `build_dataset` and `packed` raise.
+    With `pack` its samples are windows. Raises what `build_dataset` and `packed_dataset` raise.
     """
     if isinstance(job.dataset, Target):
         resolve(name, job.dataset)  # before seeding: a module may draw random numbers, but on its first import only
     with preserved(CPU):
         seed_all(derive_seed(job.seed, "dataset", name != "dataset"))
-        return packed(job, build_dataset(job, name), name)
+        return packed_dataset(job, build_dataset(job, name), name)
 
 
 def find_reference(job: Job, dataset: Any, name: str) -> Reference:

@@ -1,8 +1,8 @@
 """The dataset of a job with `pack`: its samples are windows, into which rows of the user's dataset are packed.
 
-Begin at `packed`. Which rows a window has is arithmetic (`plan/packing.py`); here they are read and joined. A dataset
-tells the tokens of each row by a method `lengths(field)`; of another one, all rows are read once. A dataset that can
-read a stretch of a row has a method `read_parts`.
+Begin at `packed_dataset`. Which rows a window has is arithmetic (`plan/packing.py`); here they are read and joined. A
+dataset tells the tokens of each row by a method `lengths(field)`; of another one, all rows are read once. A dataset
+that can read a stretch of a row has a method `read_parts`.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Pack
 from dp_ray.plan.costs import PackedRows
 from dp_ray.plan.order import Ints, Order
-from dp_ray.plan.packing import ROWS_AT_ONCE, Cut, Lengths, Packing, Part, TooLongRow, Whole, padding
+from dp_ray.plan.packing import ROWS_AT_ONCE, Cut, Lengths, Packing, RowPart, TooLongRow, Whole, padding
 
 IGNORED = -100  # the label that torch's losses leave out
 NO_DOCUMENT = -1  # where a window is not filled
 READ_AT_ONCE = 1024  # rows, where all are read for their lengths
 COMPARED = 1 << 20  # rows of which the plan tells the padding
-# What a dataset of blocks does for whoever reads it; a Packed hands it on as it is.
+# What a dataset of blocks does for whoever reads it; a `PackedDataset` hands it on as it is.
 HANDED_ON = frozenset(
     (
         *("pins", "loader_context", "set_epoch", "reads_ahead", "blocks_held", "read_ahead", "stop_reading_ahead"),
@@ -35,7 +35,7 @@ HANDED_ON = frozenset(
 )
 
 
-def packed(job: Job, dataset: Any, name: str) -> Any:
+def packed_dataset(job: Job, dataset: Any, name: str) -> Any:
     """Return the dataset whose samples are the windows of the job's `pack`; without one, the dataset itself.
 
     Each source of a mixture is packed by itself, so that its weights are those of tokens: a mixture has a method
@@ -44,28 +44,28 @@ def packed(job: Job, dataset: Any, name: str) -> Any:
     if job.pack is None:
         return dataset
     if hasattr(dataset, "with_sources"):
-        return dataset.with_sources(lambda source, own: packed(job, own, f"{name}.{source}"))
-    return Packed(dataset, job.pack, name)
+        return dataset.with_sources(lambda source, own: packed_dataset(job, own, f"{name}.{source}"))
+    return PackedDataset(dataset, job.pack, name)
 
 
-def packings(dataset: Any) -> list["Packed"]:
+def packings(dataset: Any) -> list["PackedDataset"]:
     """Return the datasets of windows in a job's dataset: itself, or the sources of a mixture; none without `pack`."""
     sources = getattr(dataset, "sources", None)
     every = sources.values() if isinstance(sources, Mapping) else [dataset]
-    return [own for own in every if isinstance(own, Packed)]
+    return [own for own in every if isinstance(own, PackedDataset)]
 
 
-def parts_of(dataset: Any, sample: int) -> list[Part]:
+def rows_of_window(dataset: Any, sample: int) -> list[RowPart]:
     """Return the rows of a window, each with its stretch there; none of a sample that is no window."""
-    if isinstance(dataset, Packed):
+    if isinstance(dataset, PackedDataset):
         return dataset.parts(sample)
     if packings(dataset):  # of a mixture, whose samples say of which source they are
         source, _, own = dataset.locate(sample)
-        return parts_of(dataset.sources[source], own)
+        return rows_of_window(dataset.sources[source], own)
     return []
 
 
-class Packed(Dataset[dict[str, torch.Tensor]]):
+class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     """A dataset of windows of rows of a dataset; errors name the row.
 
     A window has these tensors of `length` elements each:
@@ -110,7 +110,7 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
         values = self._values([part for parts in of_windows for part in parts])
         return [self._joined(parts, values) for parts in of_windows]
 
-    def parts(self, window: int) -> list[Part]:
+    def parts(self, window: int) -> list[RowPart]:
         """Return the rows of a window, each with the stretch of it that the window has."""
         return self.packing.parts(window)
 
@@ -206,10 +206,10 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
             raise DataError(f"{self._where(row)}: {must}; got {value!r:.80}")
         return value.astype(np.int64) if value.dtype.kind == "u" else value  # with uint64, numpy makes floats
 
-    def _values(self, parts: Sequence[Part]) -> dict[tuple[int, int], list[Lengths]]:
+    def _values(self, parts: Sequence[RowPart]) -> dict[tuple[int, int], list[Lengths]]:
         """Return the values of each field, of each part by its row and start, with one more token if there is one."""
         sizes = {part.row: int(self.packing.lengths[part.row]) for part in parts}
-        wanted = [Part(row, start, min(stop + 1, sizes[row])) for row, start, stop in dict.fromkeys(parts)]
+        wanted = [RowPart(row, start, min(stop + 1, sizes[row])) for row, start, stop in dict.fromkeys(parts)]
         if hasattr(self.dataset, "read_parts"):
             read = self.dataset.read_parts(wanted, self.pack.fields)
             return {(part.row, part.start): values for part, values in zip(wanted, read, strict=True)}
@@ -242,7 +242,9 @@ class Packed(Dataset[dict[str, torch.Tensor]]):
             raise DataError(f"{self._where(row)}: {field!r} has {len(value)} values for {size} tokens")
         return values
 
-    def _joined(self, parts: Sequence[Part], values: dict[tuple[int, int], list[Lengths]]) -> dict[str, torch.Tensor]:
+    def _joined(
+        self, parts: Sequence[RowPart], values: dict[tuple[int, int], list[Lengths]]
+    ) -> dict[str, torch.Tensor]:
         """Return a window of these parts."""
         length, item = self.pack.length, {}
         sizes = np.array([part.stop - part.start for part in parts])
@@ -270,7 +272,7 @@ def digest_of(lengths: Lengths) -> str:
     return found.hexdigest()[:16]
 
 
-def _next_values(parts: Sequence[Part], values: Sequence[Lengths]) -> Iterator[Lengths]:
+def _next_values(parts: Sequence[RowPart], values: Sequence[Lengths]) -> Iterator[Lengths]:
     """Yield for each part the value that follows each token in its row; none follows the row's last token."""
     for part, value in zip(parts, values, strict=True):
         after = value[1:]

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers a backend)
 
 from dp_ray.errors import DataError, Error, JobError, ModelError, WorkerError
-from dp_ray.system.linux import SHARED_MEMORY, cut, open_sockets
+from dp_ray.system.linux import SHARED_MEMORY, cut_sockets, open_sockets
 from dp_ray.system.process import patched
 from dp_ray.system.threads import waiting
 
@@ -173,7 +173,7 @@ def cut_groups() -> None:
     That is how a worker leaves peers that are silent, and how all hear of a loss: of a death gloo tells those alone
     that are connected to the dead for what they wait for. Any thread may call this. It is for gloo.
     """
-    cut(dict(_sockets))
+    cut_sockets(dict(_sockets))
 
 
 def leave_group() -> None:

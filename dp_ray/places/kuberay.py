@@ -37,19 +37,19 @@ TIME = (1980, 1, 1, 0, 0, 0)  # of each file in a package, so that the same file
 
 
 @dataclass(frozen=True)
-class JobEnd:
+class LastEnd:
     """The last end of a job in Kubernetes: the id of its manifest, and its exit status."""
 
     manifest: str
     exit_status: int
 
 
-JOB_END_JSON = Record[JobEnd | None](JobEnd, LAST_END, missing=None, damaged=IGNORE, unreachable=IGNORE)
+LAST_END_JSON = Record[LastEnd | None](LastEnd, LAST_END, missing=None, damaged=IGNORE, unreachable=IGNORE)
 
 
 def final_status(run: Storage, manifest: str) -> int | None:
     """Return the exit status with which a job of this manifest has ended for good; None if it is to run."""
-    note = JOB_END_JSON.read(run)
+    note = LAST_END_JSON.read(run)
     is_final = note is not None and note.manifest == manifest and note.exit_status in (DONE, FAILED, BAD_JOB)
     return note.exit_status if note is not None and is_final else None
 
@@ -57,7 +57,7 @@ def final_status(run: Storage, manifest: str) -> int | None:
 def note_end(run: Storage, manifest: str, exit_status: int) -> None:
     """Note how a job of this manifest has ended."""
     run.create()
-    JOB_END_JSON.write(run, JobEnd(manifest, exit_status))
+    LAST_END_JSON.write(run, LastEnd(manifest, exit_status))
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         grown = [""]
         for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
-            numbers = [number for one in ranges.split(",") for number in _numbers(one)]
+            numbers = [number for part in ranges.split(",") for number in _numbers(part)]
             grown = [before + plain + number for before in grown for number in numbers]
         names += grown
     return tuple(names)

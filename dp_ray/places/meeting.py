@@ -274,13 +274,13 @@ def own_addresses() -> list[str]:
     """Return the addresses by which others may reach this host; the one of its name first, IPv4 before IPv6."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [
-        one.address
+        address.address
         for family in (socket.AF_INET, socket.AF_INET6)
         for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family == family and name in up
+        for address in addresses
+        if address.family == family and name in up
     ]
-    outer = [one for one in found if not one.startswith(("127.", "169.254.", "fe80:")) and one != "::1"]
+    outer = [own for own in found if not own.startswith(("127.", "169.254.", "fe80:")) and own != "::1"]
     with suppress(OSError):
         named = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
         outer.sort(key=lambda address: address not in named)

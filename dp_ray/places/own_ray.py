@@ -113,7 +113,7 @@ def drain_node(raylet: psutil.Process, why: str) -> list[str]:
     Raises:
         psutil.NoSuchProcess: the raylet has ended.
     """
-    told = dict(one.removeprefix("--").split("=", 1) for one in raylet.cmdline() if "=" in one)
+    told = dict(word.removeprefix("--").split("=", 1) for word in raylet.cmdline() if "=" in word)
     if not told:  # it ends just now
         raise psutil.NoSuchProcess(raylet.pid)
     which = [f"--address={told['gcs-address']}", f"--node-id={told['node_id']}"]
@@ -199,9 +199,9 @@ def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
     while (
         left := _processes_of(folder)
     ) and time.monotonic() < until:  # also what lost its parent, or came meanwhile
-        for one in left:
+        for started_here in left:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                started_here.kill()
         psutil.wait_procs(left, END_SECONDS)
     process.kill()
     process.wait()

@@ -242,17 +242,17 @@ def _parsed(line: str) -> SlurmJob:
 
 def printed(job: str, follows: bool) -> Iterator[str]:
     """Yield what a job has printed and, if it is followed, prints until its end, over requeues."""
-    one = single(job)
+    shown = single(job)
     read, rest = 0, b""
     while True:
-        one = single(job)
-        with suppress(FileNotFoundError), open(one.output, "rb") as file:
+        shown = single(job)
+        with suppress(FileNotFoundError), open(shown.output, "rb") as file:
             file.seek(read)
             new = file.read()
             read += len(new)
             *whole, rest = (rest + new).split(b"\n")
             yield from (f"{line.decode(errors='replace')}\n" for line in whole)
-        if one.is_over or not follows:
+        if shown.is_over or not follows:
             if rest:
                 yield rest.decode(errors="replace")
             return
@@ -273,9 +273,9 @@ def stop_in_slurm(job: str, waits: bool, say: Say, again: bool = False) -> str:
     Raises JobError if it does not run.
     """
     before = jobs_in_slurm(job)
-    if all(one.is_over for one in before):
+    if all(task.is_over for task in before):
         raise JobError(f"{PREFIX}{job} is not running: it is {before[0].state}")
-    if all(one.state != "RUNNING" for one in before):
+    if all(task.state != "RUNNING" for task in before):
         if again:
             raise JobError(f"{PREFIX}{job} is not running: it is {before[0].state}, and will run")
         _slurm("scancel", job)
@@ -285,12 +285,12 @@ def stop_in_slurm(job: str, waits: bool, say: Say, again: bool = False) -> str:
     say(f"asked {PREFIX}{job} to stop after its current step")
     if not waits:
         return "it was asked to stop"
-    restarts = {one.id: one.restarts for one in before}
+    restarts = {task.id: task.restarts for task in before}
     after = before
-    while any(one.state == "RUNNING" and one.restarts == restarts.get(one.id) for one in after):
+    while any(task.state == "RUNNING" and task.restarts == restarts.get(task.id) for task in after):
         time.sleep(LOOK_SECONDS)
         after = jobs_in_slurm(job)
-    return f"it is {listed(dict.fromkeys(one.state for one in after))}"
+    return f"it is {listed(dict.fromkeys(task.state for task in after))}"
 
 
 def _slurm(*command: str) -> str:

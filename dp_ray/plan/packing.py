@@ -25,7 +25,7 @@ SUMMED_AT_ONCE = 1 << 20  # rows, a multiple of ROWS_AT_ONCE
 BLOCKS_KEPT = 1024  # whose packing was asked for last
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """The tokens `start` .. `stop` - 1 of a row."""
 
     row: int
@@ -103,7 +103,7 @@ class Packing:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def parts(self, window: int) -> list[Part]:
+    def parts(self, window: int) -> list[RowPart]:
         """Return the parts of a window, in the order of their rows."""
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class Cut(Packing):
     def __len__(self) -> int:
         return -(-self.tokens // self.length)
 
-    def parts(self, window: int) -> list[Part]:
+    def parts(self, window: int) -> list[RowPart]:
         """Return the parts of a window, in the order of their rows."""
         begin, end = window * self.length, min((window + 1) * self.length, self.tokens)
         first_row, stop_row = self.rows_between(window, window + 1)
@@ -146,7 +146,7 @@ class Cut(Packing):
             (np.minimum(end, ends[first : last + 1]) - starts).tolist(),
             strict=True,
         )
-        return [Part(row, start, stop) for row, start, stop in cut if start < stop]
+        return [RowPart(row, start, stop) for row, start, stop in cut if start < stop]
 
     def rows_between(self, first: int, stop: int) -> tuple[int, int]:
         """Return a range of rows, `first, stop`, that holds those of the windows first .. stop - 1."""
@@ -190,13 +190,13 @@ class Whole(Packing):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def parts(self, window: int) -> list[Part]:
+    def parts(self, window: int) -> list[RowPart]:
         """Return the parts of a window, in the order of their rows."""
         block = int(np.searchsorted(self._starts, window, side="right")) - 1
         rows, ends = self._block(block)
         number = window - int(self._starts[block])
         mine = rows[ends[number] : ends[number + 1]] + block * ROWS_AT_ONCE
-        return [Part(row, 0, size) for row, size in zip(mine.tolist(), self.lengths[mine].tolist(), strict=True)]
+        return [RowPart(row, 0, size) for row, size in zip(mine.tolist(), self.lengths[mine].tolist(), strict=True)]
 
     def rows_between(self, first: int, stop: int) -> tuple[int, int]:
         """Return a range of rows, `first, stop`, that holds those of the windows first .. stop - 1."""

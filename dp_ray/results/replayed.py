@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-from dp_ray.plan.packing import Part
+from dp_ray.plan.packing import RowPart
 from dp_ray.results.text import in_columns
 from dp_ray.text import counted, listed, relative
 
@@ -29,7 +29,7 @@ class ReplayedRow(NamedTuple):
     position: int
     gradient: float | None = None
     source: tuple[str, int, int] | None = None  # of a mixture: the row's source, its epoch, and its index there
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RowPart, ...] = ()
 
     @property
     def number(self) -> float | None:

@@ -121,12 +121,12 @@ class IncidentLog:
         while first and (before := self.interruptions[first - 1]).resumed_step is None and before.survives:
             first -= 1
         over = []
-        for one in self.interruptions[first:]:
-            level = Level.CHECKPOINT if why and one.survives else one.level
+        for earlier in self.interruptions[first:]:
+            level = Level.CHECKPOINT if why and earlier.survives else earlier.level
             # More steps may be kept than the workers had reported.
-            most = max(one.step, step)
-            told = why if one.survives else one.why
-            over.append(replace(one, step=most, resumed_step=step, seconds=seconds, level=level, why=told))
+            most = max(earlier.step, step)
+            told = why if earlier.survives else earlier.why
+            over.append(replace(earlier, step=most, resumed_step=step, seconds=seconds, level=level, why=told))
         return replace(self, interruptions=(*self.interruptions[:first], *over))
 
     @property

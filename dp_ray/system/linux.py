@@ -84,7 +84,7 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
-def cut(sockets: Mapping[int, int]) -> None:
+def cut_sockets(sockets: Mapping[int, int]) -> None:
     """Have these sockets, as `open_sockets` gives them, end after what has arrived, as if the peers had closed them.
 
     Their owner closes them then, so that the peers hear too. It may still send until it has read that far: gloo would

@@ -88,7 +88,7 @@ class Held:
         self.rows = steps
 
 
-def newest(progress: Sequence[int]) -> int | None:
+def most_finished(progress: Sequence[int]) -> int | None:
     """Return the first rank of those that have finished most, None if none has a state."""
     most = max(progress)
     return None if most < 0 else list(progress).index(most)

@@ -16,7 +16,7 @@ from dp_ray.engine.inspect_passes import Debug, InspectedModel, PassFindings, St
 from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection, inspection_of
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.loop_model import LoopModel, name_of
-from dp_ray.engine.packing import parts_of
+from dp_ray.engine.packing import rows_of_window
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
@@ -308,7 +308,7 @@ def _looked(findings: Findings, dataset: Any) -> dict[str, Any]:
             number = losses.values[at] if losses.values else None
             source = None if mixture is None else mixture.row(sample)
             place = sample, shard.shard, position
-            row = ReplayedRow(number, *place, source=source, parts=tuple(parts_of(dataset, sample)))
+            row = ReplayedRow(number, *place, source=source, parts=tuple(rows_of_window(dataset, sample)))
             if losses.of_batch is not None:
                 row = row._replace(loss=losses.of_batch, gradient=number)
             rows.append(row)

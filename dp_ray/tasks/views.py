@@ -21,7 +21,7 @@ from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.rundir.checkpoint import CHECKPOINTS, pack, steps_of, unpack
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.checkpoints import Training
-from dp_ray.tasks.held import Held, newest
+from dp_ray.tasks.held import Held, most_finished
 from dp_ray.tasks.setup import Context
 
 NOBODY = "no worker that is left has the state"
@@ -39,7 +39,7 @@ def levelled(training: Training) -> Training | None:
     if held is None or training.context.job.why_reads:
         return None
     told, whys = zip(*gathered((held.progress, held.why)), strict=True)
-    source = newest(told)
+    source = most_finished(told)
     if source is None:
         control.reads(next(filter(None, whys), NOBODY))
         return None
@@ -109,7 +109,7 @@ def holding(training: Training) -> Iterator[None]:
         raise
 
 
-def prepare(context: Context) -> None:
+def hold_in_memory(context: Context) -> None:
     """Hold what a worker needs that is to join others, while they go on without it: datasets and model.
 
     A model is built later if the process does not hold it either.

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dp_ray.cluster.membership import Leave, Loss, Member, Membership, Phase, Place, View
-from dp_ray.tasks.held import newest
+from dp_ray.tasks.held import most_finished
 from tests.support.views import FAULTS, Broken, Model, Worker
 
 BUDGETS = [{"kill": 2}, {"kill": 1, "come": 1}, {"silence": 1, "kill": 1}, {"drain": 2, "kill": 1}]
@@ -131,7 +131,7 @@ def test_a_membership_that_breaks_a_rule_is_found(make: Any, budget: dict[str, i
 
 def test_a_state_that_is_not_the_newest_is_found() -> None:
     def rank_0(progress: Sequence[int]) -> int | None:
-        return 0 if progress[0] >= 0 else newest(progress)
+        return 0 if progress[0] >= 0 else most_finished(progress)
 
     with pytest.raises(Broken, match=r"a step that another one has finished|runs again"):
         explored(Model(3, 2, level=rank_0), {"kill": 1})
@@ -221,5 +221,5 @@ def test_those_on_a_drained_node_leave_for_good_after_a_step() -> None:
 
 
 def test_the_first_of_those_that_have_finished_most_gives_its_state() -> None:
-    assert newest([3, 4, -1, 4]) == 1
-    assert newest([-1, -1]) is None
+    assert most_finished([3, 4, -1, 4]) == 1
+    assert most_finished([-1, -1]) is None

@@ -21,7 +21,7 @@ import dp_ray
 from dp_ray.data import Parquet, Stream, Tokens
 from dp_ray.driver.planning import plan_job
 from dp_ray.engine.loading import seeded_dataset
-from dp_ray.engine.packing import Packed, packings, parts_of
+from dp_ray.engine.packing import PackedDataset, packings, rows_of_window
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Pack
@@ -105,7 +105,7 @@ def test_windows_are_those_of_lists(rows: list[list[int]], more: int, how: Any, 
     has_labels = data.draw(st.booleans())
     labels = [[-100 if token % 3 else token for token in row] for row in rows] if has_labels else None
     fields = ["input_ids", "labels"] if has_labels else ["input_ids"]
-    dataset = Packed(Lists(rows, labels), Pack(length=length, how=how, fields=fields))
+    dataset = PackedDataset(Lists(rows, labels), Pack(length=length, how=how, fields=fields))
     windows = [dataset[number] for number in range(len(dataset))]
     for number, window in enumerate(windows):
         expected = windows_by_lists(rows, labels, dataset.parts(number), length)
@@ -132,7 +132,7 @@ def test_all_sources_give_the_same_windows(how: Any, tmp_path: Path) -> None:
     of_datasets.save_to_disk(tmp_path / "saved")
     sources: list[Any] = [Lists(rows), of_datasets, Parquet(tmp_path / "a.parquet"), Tokens(tmp_path / "a.parquet")]
     sources += [Tokens(tmp_path / "saved"), datasets.load_from_disk(tmp_path / "saved")]
-    expected, *others = [Packed(source, Pack(length=16, how=how)) for source in sources]
+    expected, *others = [PackedDataset(source, Pack(length=16, how=how)) for source in sources]
     for other in [*others, pickle.loads(pickle.dumps(others[2]))]:
         assert len(other) == len(expected) and other.description == expected.description
         for mine, its in zip(
@@ -143,12 +143,12 @@ def test_all_sources_give_the_same_windows(how: Any, tmp_path: Path) -> None:
 
 def test_the_windows_of_each_block_are_counted_once(tmp_path: Path) -> None:
     pq.write_table(pa.table({"input_ids": Texts().rows}), tmp_path / "a.parquet")
-    before = Packed(Parquet(tmp_path / "a.parquet"), Pack(length=16, how="whole"))
+    before = PackedDataset(Parquet(tmp_path / "a.parquet"), Pack(length=16, how="whole"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "best_fit", None)  # nothing is packed until a window is asked for
-        again = Packed(Parquet(tmp_path / "a.parquet"), Pack(length=16, how="whole"))
+        again = PackedDataset(Parquet(tmp_path / "a.parquet"), Pack(length=16, how="whole"))
     assert [again.parts(at) for at in range(len(again))] == [before.parts(at) for at in range(len(before))]
-    longer = Packed(Parquet(tmp_path / "a.parquet"), Pack(length=24, how="whole"))
+    longer = PackedDataset(Parquet(tmp_path / "a.parquet"), Pack(length=24, how="whole"))
     assert len(longer) < len(before)
 
 
@@ -156,7 +156,7 @@ def test_the_windows_of_each_block_are_counted_once(tmp_path: Path) -> None:
 def test_a_window_has_the_loss_of_its_rows_one_by_one(how: Any) -> None:
     """Attention, positions and labels stay within each part: plain torch, with a causal mask alone, is the oracle."""
     rows, model = Texts().rows, initial(gpt).double()
-    dataset = Packed(Lists(rows), Pack(length=16, how=how))
+    dataset = PackedDataset(Lists(rows), Pack(length=16, how=how))
     for number in range(len(dataset)):
         window = {key: value[None] for key, value in dataset[number].items()}
         logits = model(*(window[key] for key in KEYS))
@@ -175,7 +175,7 @@ def test_a_window_has_the_loss_of_its_rows_one_by_one(how: Any) -> None:
 def plain_losses(how: Any, epochs: int = 2) -> list[float]:
     """The losses of the training by plain torch, of whole batches of windows made by lists."""
     rows, model = Texts().rows, initial(gpt)
-    dataset = Packed(Lists(rows), Pack(length=16, how=how))
+    dataset = PackedDataset(Lists(rows), Pack(length=16, how=how))
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.5), []
     for epoch in range(epochs):
         order = [Order(len(dataset), 0, epoch)[at] for at in range(len(dataset))]
@@ -292,7 +292,7 @@ def test_a_bad_row_sets_its_window_aside_and_is_named(tmp_path: Path) -> None:
     data = {"target": f"{HERE}:Raising", "args": {"raises": [6]}}
     keys = {"dataset": data, "on_error": {"quarantine": 9}, "workers": 0, "storage": str(tmp_path), "epochs": 1}
     result = dp_ray.run(job_of(**keys, shuffle=False), quiet=True)
-    dataset = Packed(Texts(), Pack(length=16, how="cut"))
+    dataset = PackedDataset(Texts(), Pack(length=16, how="cut"))
     bad = [number for number in range(len(dataset)) if any(part.row == 6 for part in dataset.parts(number))]
     records = pq.read_table(Path(result.run_dir) / "quarantine.parquet").to_pylist()
     assert sorted(record["sample_index"] for record in records) == bad
@@ -312,7 +312,7 @@ def test_a_replay_tells_the_rows_of_a_window(tmp_path: Path) -> None:
     from tests.support.replays import replayed
 
     again = replayed(result.run_dir, 1)
-    dataset = Packed(Texts(), Pack(length=16, how="cut"))
+    dataset = PackedDataset(Texts(), Pack(length=16, how="cut"))
     assert again.loss == pytest.approx(result.history[1]["loss"])
     for row in again.rows:
         assert row.sample is not None and list(row.parts) == [tuple(part) for part in dataset.parts(row.sample)]
@@ -335,7 +335,7 @@ def test_the_sources_of_a_mixture_are_packed_each_by_itself() -> None:
     of_sources = [dataset.locate(sample) for sample in order]
     assert [name for name, _, _ in of_sources].count("a") == 20 // 4 + 20 // 2
     for sample, (name, _, index) in zip(order, of_sources, strict=True):
-        assert parts_of(dataset, sample) == dataset.sources[name].parts(index)
+        assert rows_of_window(dataset, sample) == dataset.sources[name].parts(index)
         assert torch.equal(dataset[sample]["input_ids"], dataset.sources[name][index]["input_ids"])
 
 
@@ -402,7 +402,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_rows_that_cannot_be_packed_are_named(case: str) -> None:
     dataset, keys, says = REFUSED[case]
     with pytest.raises(DataError, match=says):
-        list(Packed(dataset, Pack(**{"length": 2, "how": "whole", **keys})))
+        list(PackedDataset(dataset, Pack(**{"length": 2, "how": "whole", **keys})))
 
 
 def test_lengths_must_be_numbers() -> None:
@@ -414,17 +414,17 @@ def test_lengths_must_be_numbers() -> None:
         with pytest.raises(
             DataError, match=r"lengths\('input_ids'\) must give one whole number from 0 up for each of the 2"
         ):
-            Packed(Told([[1], [2]], lengths=lengths), Pack(length=2, how="cut"))
+            PackedDataset(Told([[1], [2]], lengths=lengths), Pack(length=2, how="cut"))
     with pytest.raises(DataError, match=r"dataset: lengths\('input_ids'\) raised KeyError"):
-        Packed(Told([[1], [2]]), Pack(length=2, how="cut"))
+        PackedDataset(Told([[1], [2]]), Pack(length=2, how="cut"))
     with pytest.raises(DataError, match="row 1 of dataset: has 1 tokens now, and had 2 when the rows were packed"):
-        Packed(Told([[1], [2]], lengths=[1, 2]), Pack(length=3, how="cut"))[0]
+        PackedDataset(Told([[1], [2]], lengths=[1, 2]), Pack(length=3, how="cut"))[0]
 
 
 def test_a_long_row_of_a_file_is_named_with_its_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"input_ids": [[1], [1, 2, 3]]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"row 1 of dataset \(row 1 of .*a\.parquet, counted from 0\) has 3 tokens"):
-        Packed(Parquet(tmp_path / "a.parquet"), Pack(length=2, how="whole"))
+        PackedDataset(Parquet(tmp_path / "a.parquet"), Pack(length=2, how="whole"))
 
 
 def test_what_can_only_be_read_forward_is_not_packed() -> None:

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_ray.plan import packing
-from dp_ray.plan.packing import Cut, Packing, Part, Sums, TooLongRow, Whole, best_fit, padding
+from dp_ray.plan.packing import Cut, Packing, RowPart, Sums, TooLongRow, Whole, best_fit, padding
 
 some_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 blocks = st.sampled_from([1, 3, 8, 1024])
 
 
-def windows_of(packed: Packing) -> list[list[Part]]:
+def windows_of(packed: Packing) -> list[list[RowPart]]:
     return [packed.parts(window) for window in range(len(packed))]
 
 
-def tokens_of(windows: Sequence[Sequence[Part]]) -> list[tuple[int, int]]:
+def tokens_of(windows: Sequence[Sequence[RowPart]]) -> list[tuple[int, int]]:
     return [(part.row, at) for parts in windows for part in parts for at in range(part.start, part.stop)]
 
 
@@ -78,7 +78,7 @@ def test_whole_rows_are_each_in_one_window(lengths: list[int], more: int, rows: 
         assert windows_of(counted) == windows
 
 
-def check_ranges(packed: Packing, windows: list[list[Part]], rows: int) -> None:
+def check_ranges(packed: Packing, windows: list[list[RowPart]], rows: int) -> None:
     assert packed.tokens == len(tokens_of(windows))
     assert packed.filled == pytest.approx(packed.tokens / (len(windows) * packed.length))
     assert packed.block_windows.sum() == len(packed) == len(windows)

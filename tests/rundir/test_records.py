@@ -24,7 +24,7 @@ from dp_ray.errors import StorageError
 from dp_ray.messages import Sizes, TimedSteps
 from dp_ray.outputs.files import FILE_JSON, MANIFEST_JSON, FileRecord
 from dp_ray.outputs.previews import PREVIEWS_JSON, Preview
-from dp_ray.places.kuberay import JOB_END_JSON, JobEnd
+from dp_ray.places.kuberay import LAST_END_JSON, LastEnd
 from dp_ray.records import FAIL, IGNORE, Record
 from dp_ray.rundir import history
 from dp_ray.rundir.content import CONTENT_JSON, FETCHED_JSON, Content, Entry, Fetched
@@ -145,7 +145,7 @@ CASES = {
         '"sha256": ""}}, "lacks": ["page"]}\n',
         Fetched("/runs", "http://head:8265", {}),
     ),
-    "kuberay.json": Case(JOB_END_JSON, JobEnd("m", 75), '{"manifest": "m", "exit_status": 75}\n', JobEnd("n", 0)),
+    "kuberay.json": Case(LAST_END_JSON, LastEnd("m", 75), '{"manifest": "m", "exit_status": 75}\n', LastEnd("n", 0)),
     "progress.json": Case(PROGRESS_JSON, {"step": 3, "at": 1.5}, '{"step": 3, "at": 1.5}\n', {}),
     "the files of a dataset": Case(PINS_JSON, {"a.csv": None}, '{\n  "a.csv": null\n}\n', {"a.csv": "3 bytes"}),
     "the reference sample": Case(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dp_ray.cluster.membership import Leave, Member, Membership, Phase
-from dp_ray.tasks.held import newest
+from dp_ray.tasks.held import most_finished
 
 Event = tuple[str, int]
 FAULTS = ("kill", "silence", "come", "drain")
@@ -43,7 +43,7 @@ class Broken(AssertionError):
 class Model:
     """`make` makes the membership; `level` chooses the rank whose state all get."""
 
-    def __init__(self, workers: int, steps: int, make: Any = Membership, level: Any = newest) -> None:
+    def __init__(self, workers: int, steps: int, make: Any = Membership, level: Any = most_finished) -> None:
         self.steps = steps
         self.membership = make(workers)
         self.level = level

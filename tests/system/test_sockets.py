@@ -3,7 +3,7 @@
 import os
 import socket
 
-from dp_ray.system.linux import cut, open_sockets
+from dp_ray.system.linux import cut_sockets, open_sockets
 
 
 def connected() -> tuple[socket.socket, socket.socket, socket.socket]:
@@ -19,7 +19,7 @@ def test_the_reader_gets_what_has_arrived_and_then_the_end() -> None:
         new = dict(open_sockets().items() - before.items())
         assert new.keys() == {each.fileno() for each in (listener, one, other)}
         other.sendall(b"arrived")
-        cut({one.fileno(): new[one.fileno()], listener.fileno(): new[listener.fileno()]})
+        cut_sockets({one.fileno(): new[one.fileno()], listener.fileno(): new[listener.fileno()]})
         one.settimeout(10)
         assert one.recv(100) == b"arrived" and one.recv(100) == b""
         one.sendall(b"still")
@@ -36,7 +36,7 @@ def test_another_socket_of_the_same_descriptor_stays() -> None:
         there, again = socket.socketpair()
         with there, again:
             os.dup2(there.fileno(), one.fileno())  # as where the first one was closed, and its number given again
-            cut(earlier)
+            cut_sockets(earlier)
             again.sendall(b"x")
             there.settimeout(10)
             assert there.recv(1) == b"x"
@@ -45,4 +45,4 @@ def test_another_socket_of_the_same_descriptor_stays() -> None:
 def test_what_is_no_socket_or_closed_is_passed_over() -> None:
     with open(os.devnull) as file:
         assert file.fileno() not in open_sockets()
-        cut({file.fileno(): 1, 12345: 2})
+        cut_sockets({file.fileno(): 1, 12345: 2})
