@@ -1,6 +1,6 @@
 """A mixture of datasets by weights. `plan/mixture.py` has its order; here its sources are built and read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import build
 from dp_ray.plan.mixture import Mixture, Stage
+from dp_ray.plan.order import LIMIT
 from dp_ray.text import did_you_mean, listed
 
 Weights: TypeAlias = Mapping[str, Any]
@@ -55,6 +56,8 @@ class Mix(Dataset[Any]):
         except ValueError as error:
             raise JobError(f"Mix: stop: {stop}: {error}") from None
         self._weights, self._stop = weights, stop
+        if fields is not None and (isinstance(fields, str) or not isinstance(fields, Sequence) or not fields):
+            raise JobError(f"Mix: fields: must be a list of keys that each item has, like [text]; got {fields!r:.80}")
         self._fields = None if fields is None else list(fields)
         self._first: tuple[str, int, str] | None = None  # the first item in this process: its source, row and form
 
@@ -63,6 +66,10 @@ class Mix(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through the first ids: each id is a row, so that without an end here a plain `for` would have none."""
+        return (self[index] for index in range(len(self)))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the rows with these ids, in order. Raises DataError, which names the source and the row."""
@@ -120,7 +127,8 @@ class Mix(Dataset[Any]):
                 return [source[(reading := [row])[0]] for row in rows]
             items: list[Any] = many(rows)
         except Exception as error:
-            where = f"row{'s' * (len(reading) > 1)} {listed(reading)} of source {name!r}"
+            what = "window" if hasattr(source, "parts") else "row"  # of a source that `pack` has packed
+            where = f"{what}{'s' * (len(reading) > 1)} {listed(reading)} of source {name!r}"
             if isinstance(error, Error):
                 raise type(error)(f"{where}: {error}") from error
             raise DataError(f"{where} raised {type(error).__name__}: {error}") from error
@@ -196,8 +204,9 @@ def _stages(names: list[str], weights: Any) -> tuple[Stage, ...]:
         key = f"weights[{number}]"
         start = given.get(FROM) if isinstance(given, Mapping) else None
         least = stages[-1].start + 1 if stages else 0
-        if not isinstance(start, int) or isinstance(start, bool) or start < least or (number == 0 and start):
-            must = f"a row of the run, above {least - 1}" if number else "0, where the run begins"
+        most = LIMIT if number else 1
+        if not isinstance(start, int) or isinstance(start, bool) or not least <= start < most:
+            must = f"a row of the run, above {least - 1} and below 2**63" if number else "0, where the run begins"
             raise JobError(f"Mix: {key}.{FROM}: must be {must}; got {start!r}")
         stages.append(Stage(start, _shares(key, names, {name: own for name, own in given.items() if name != FROM})))
     return tuple(stages)

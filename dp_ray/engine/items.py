@@ -14,7 +14,7 @@ import torch
 from dp_ray.engine.user_code import error_text, reraise_as
 from dp_ray.errors import DataError, Error
 from dp_ray.job.job import Job
-from dp_ray.job.samples import Indices
+from dp_ray.job.samples import Indices, mixture_of
 from dp_ray.tensors.tree import is_plain
 from dp_ray.text import did_you_mean, encodable, listed
 
@@ -201,8 +201,15 @@ class SampleReader:
                     PassthroughSample(picked, index, passthrough_of(item, self.carry)) if self.carry else picked
                 )
             except DataError as error:
-                raise DataError(f"sample {index} of {self.name}: {error}") from None
+                raise DataError(f"{self._where(index)} of {self.name}: {error}") from None
         return made
+
+    def _where(self, index: int) -> str:
+        """Name a sample; of a mixture, the row of its source."""
+        if (mixture := mixture_of(self.dataset)) is None:
+            return f"sample {index}"
+        source, _, row = mixture.row(index)
+        return f"row {row} of source {source!r}"
 
     def whole(self, indices: list[int]) -> list[Any]:
         """Read some samples as the dataset gives them; raises DataError."""

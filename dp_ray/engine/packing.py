@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dp_ray.engine.items import SampleReader, class_of, value_of
+from dp_ray.engine.items import SampleReader, class_of, tensor_of, value_of
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.job import Job
@@ -195,12 +195,16 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     def _value(self, item: Any, field: str, row: int) -> Lengths:
         """Return a field of an item as a vector of numbers."""
         try:
-            value = np.asarray(value_of(item, field) if hasattr(item, "keys") else item[field])
+            given = tensor_of(value_of(item, field) if hasattr(item, "keys") else item[field])
         except DataError as error:
             raise DataError(f"{self._where(row)}: {error}") from None
         except (TypeError, KeyError, IndexError, ValueError):
             what = f"pack.fields names keys of an item, with a list of numbers each; got a {class_of(item)}"
             raise DataError(f"{self._where(row)}: {what}") from None
+        try:
+            value = np.asarray(given)
+        except (TypeError, ValueError, RuntimeError) as error:  # numpy has no bfloat16
+            raise DataError(f"{self._where(row)}: {field!r}: {error}") from None
         if value.ndim != 1 or (value.size and value.dtype.kind not in "iufb"):
             must = f"{field!r} must be a list with a number for each token"
             raise DataError(f"{self._where(row)}: {must}; got {value!r:.80}")
@@ -275,9 +279,9 @@ def digest_of(lengths: Lengths) -> str:
 def _next_values(parts: Sequence[RowPart], values: Sequence[Lengths]) -> Iterator[Lengths]:
     """Yield for each part the value that follows each token in its row; none follows the row's last token."""
     for part, value in zip(parts, values, strict=True):
-        after = value[1:]
+        after = value[1:] if value.dtype.kind == "f" else value[1:].astype(np.int64)  # -100 is no truth value
         lacks = part.stop - part.start - len(after)
-        yield np.append(after, np.full(lacks, IGNORED, np.int64)) if lacks else after
+        yield np.append(after, np.full(lacks, IGNORED, after.dtype)) if lacks else after
 
 
 def _filled(pieces: Sequence[Lengths], rest: int, value: int) -> torch.Tensor:

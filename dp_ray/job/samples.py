@@ -34,6 +34,11 @@ def order_of(job: Job, dataset: Any) -> JobOrder:
             raise JobError(
                 "skip: numbers the samples of one dataset, and this is a Mix; leave them out of its sources"
             )
+        columns = {f"{kind}_of_{source}" for source in mixture.names for kind in ("loss", "rows")}
+        if job.task == "train" and (taken := sorted(columns & job.metrics.keys())):
+            raise JobError(
+                f"metrics.{taken[0]}: is a column of the history for a source of the Mix; rename the metric"
+            )
         return MixtureOrder(mixture, job.seed, 0, job.is_shuffled)
     how, sizes = job.block_shuffle, block_rows_of(job, dataset)
     if how is None or sizes is None:

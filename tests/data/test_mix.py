@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import dp_ray
 from dp_ray.data import Mix, Parquet
 from dp_ray.driver.planning import plan_job
 from dp_ray.driver.replay import replay
-from dp_ray.errors import DataError, JobError
+from dp_ray.engine.items import ItemKeys, SampleReader
+from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.plan.costs import plan_table
 from dp_ray.plan.mixture import MixtureOrder
 from dp_ray.results.replayed import Replayed
@@ -342,6 +344,13 @@ HALVES = {"a": 0.5, "b": 0.5}
             r"weights\[1\].from: must be a row of the run, above 0",
         ),
         ({"weights": [{"from": 0, **HALVES}, {"from": 7, "a": 1}]}, r"weights\[1\]: source 'b' has no weight"),
+        (
+            {"weights": [{"from": 0, **HALVES}, {"from": 2**63, **HALVES}]},
+            r"weights\[1\].from: must be a row of the run, above 0 and below 2\*\*63; got 9223372036854775808",
+        ),
+        ({"fields": "text"}, r"fields: must be a list of keys that each item has, like \[text\]; got 'text'"),
+        ({"fields": []}, r"fields: must be a list"),
+        ({"fields": 3}, r"fields: must be a list"),
         ({"stop": "last"}, r"stop: must be first, all, or \{rows: N\} .*got 'last'"),
         ({"stop": {"rows": 0}}, r"stop: must be"),
         ({"stop": {"rows": True}}, r"stop: must be"),
@@ -360,6 +369,39 @@ HALVES = {"a": 0.5, "b": 0.5}
 def test_bad_arguments_are_told_by_source_and_key(args: dict[str, Any], says: str) -> None:
     with pytest.raises(JobError, match=says):
         Mix(**{"sources": PAIR, "weights": HALVES, **args})
+
+
+def test_iteration_ends() -> None:
+    data = Mix(PAIR, HALVES)
+    assert list(islice(data, 100)) == [data[index] for index in range(len(data))]
+    data = Mix(PAIR, {"a": "1/7", "b": "6/7"}, {"rows": 2**40})
+    assert [item for item, _ in zip(data, range(7), strict=False)] == [1, 2, 3, 4, 5, 1, 2]
+
+
+def logs(run: dp_ray.Loop) -> None:
+    update = run.optimizer(torch.optim.SGD(run.model.parameters(), 0.1))
+    for step in run.steps():
+        step.backward(lambda batch: of_rows(run.model(batch[0]), batch[1]), run.model)
+        update.step()
+        step.log(rows_of_code=1.0)
+
+
+def test_a_column_of_a_source_is_no_name_for_a_metric(tmp_path: Path) -> None:
+    for name in ("loss_of_web", "rows_of_code"):
+        metrics = {name: "tests.support.training:right"}
+        with pytest.raises(JobError, match=f"metrics.{name}: is a column of the history for a source of the Mix"):
+            plan_job(job_of("mlp", mixed(), storage=str(tmp_path), metrics=metrics))
+    plan_job(job_of("mlp", mixed(), storage=str(tmp_path), metrics={"loss_of_news": "tests.support.training:right"}))
+    keys = {**keys_of(storage=str(tmp_path), dataset=mixed()), "loss": None, "optimizer": None}
+    with pytest.raises(ModelError, match=r"step.log: rows_of_code is a column that each history has"):
+        dp_ray.run(**keys, loop=logs)
+
+
+def test_a_key_that_an_item_lacks_is_told_by_source_and_row() -> None:
+    data = Mix({"a": Dicts("text"), "b": Dicts("text")}, {"a": 0.5, "b": 0.5})
+    reader = SampleReader(data, "the dataset", ItemKeys(["text"], "label"))
+    with pytest.raises(DataError, match=r"^row 3 of source 'b' of the dataset: there is no 'label'"):
+        reader([7])
 
 
 def test_a_source_without_rows_is_refused() -> None:

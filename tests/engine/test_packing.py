@@ -121,6 +121,35 @@ def test_windows_are_those_of_lists(rows: list[list[int]], more: int, how: Any, 
     assert [each["labels"].tolist() for each in together[::-1]] == [each["labels"].tolist() for each in windows]
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "tensors"),
+    [
+        (np.float32, "wide", torch.float32),  # numpy's arrays keep their type
+        (np.float16, "half", torch.float16),
+        (None, "listed", torch.float32),  # a list of floats is float32, as in the default collate of a job
+        (np.bool_, "mask", torch.bool),
+    ],
+)
+def test_values_have_one_type_in_all_windows(kind: Any, values: str, tensors: torch.dtype) -> None:
+    rows = [[1, 2, 3], [4], [5] * 10]
+    given = [[token % 2 if kind is np.bool_ else token / 4 for token in row] for row in rows]
+    kept: list[Any] = [row if kind is None else np.array(row, kind) for row in given]
+    items: Any = [{"input_ids": row, values: value} for row, value in zip(rows, kept, strict=True)]
+    dataset = PackedDataset(items, Pack(length=4, how="cut", fields=["input_ids", values]))
+    windows = dataset.__getitems__(range(len(dataset)))
+    assert {window[values].dtype for window in windows} == {tensors}
+    assert torch.cat([window[values] for window in windows])[:14].tolist() == [
+        number for row in given for number in row
+    ]
+    items = [{"input_ids": row, "labels": value} for row, value in zip(rows, kept, strict=True)]
+    dataset = PackedDataset(items, Pack(length=4, how="cut", fields=["input_ids", "labels"]))
+    windows = dataset.__getitems__(range(len(dataset)))
+    of_labels = torch.int64 if kind is np.bool_ else tensors
+    assert {window["labels"].dtype for window in windows} == {of_labels}
+    expected = [number for row in given for number in [*row[1:], -100]] + [-100, -100]
+    assert torch.cat([window["labels"] for window in windows]).tolist() == expected
+
+
 @pytest.mark.parametrize("how", ["cut", "whole"])
 def test_all_sources_give_the_same_windows(how: Any, tmp_path: Path) -> None:
     rows = Texts().rows
@@ -394,6 +423,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "number": (Lists([[1]]), {"fields": ["id"]}, r"row 0 of dataset: 'id' must be a list with a number for each tok"),
     "text": (Lists([["a"]]), {}, r"row 0 of dataset: 'input_ids' must be a list with a number for each token"),  # type: ignore[list-item]
     "a pair": ([([1], 2)], {}, "row 0 of dataset: pack.fields names keys of an item, .* got a tuple of 2"),
+    "bfloat16": (
+        [{"input_ids": [1], "weights": torch.ones(1, dtype=torch.bfloat16)}],
+        {"fields": ["input_ids", "weights"]},
+        "row 0 of dataset: 'weights': Got unsupported ScalarType BFloat16",
+    ),
     "empty": (Lists([[], []]), {}, "dataset: has no tokens: 'input_ids' is empty in all of its 2 rows"),
 }
 
