@@ -89,13 +89,6 @@ class ClassLosses(Weighted):
     losses: torch.Tensor
     weights: torch.Tensor
 
-    @classmethod
-    def of(cls, losses: torch.Tensor, weights: torch.Tensor) -> "ClassLosses":
-        """Sum losses, of which each counts by its weight."""
-        summed = cls(total_of(losses), weights.sum() if weights.dtype is torch.bool else total_of(weights))
-        summed.losses, summed.weights = losses.detach(), weights
-        return summed
-
 
 class UsersPair(Weighted):
     """The sum and weight that a loss of the user's gave, with its graph: of weight 0 both may be NaN."""
@@ -728,10 +721,12 @@ def _of_classes(
     losses: torch.Tensor = loss(outputs, target)
     if target.is_floating_point() or losses.shape != target.shape:
         return losses  # probabilities: each row counts 1; or losses that a derived class has changed
-    kept = target != loss.ignore_index
-    if loss.weight is None:
-        return ClassLosses.of(losses, kept)
-    return ClassLosses.of(losses, loss.weight[target.where(kept, torch.zeros_like(target))] * kept)
+    weights = kept = target != loss.ignore_index
+    if loss.weight is not None:
+        weights = loss.weight[target.where(kept, torch.zeros_like(target))] * kept
+    summed = ClassLosses(total_of(losses), kept.sum() if loss.weight is None else total_of(weights))
+    summed.losses, summed.weights = losses.detach(), weights
+    return summed
 
 
 class SplitLosses(NamedTuple):

@@ -9,11 +9,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Split, chunk_sizes, num_filled, worker_shards
 from dp_ray.text import counted, listed
+
+if TYPE_CHECKING:
+    from dp_ray.plan.mixture import Mixture  # with numpy, which a command that only looks at a job spares
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class PlannedSource:
     rows: int
 
 
-def planned_sources(mixture: Mixture, split: Split) -> tuple[PlannedSource, ...]:
+def planned_sources(mixture: "Mixture", split: Split) -> tuple[PlannedSource, ...]:
     """Return what a run takes of the sources of a mixture."""
     taken, (epochs, steps) = dict.fromkeys(mixture.names, 0), split.cursor(split.total_steps)
     for epoch in range(epochs + (steps > 0)):

@@ -280,8 +280,8 @@ class AfterStep:
             state.step = step + 1
             state.add(update.sums)
             state.unfinished, state.is_torn = (step, update, {}, 0.0, 0.0), False
-        due = [evaluator.is_due(step) for evaluator in self._evaluators]
-        measured = self._evaluate(step, itertools.compress(self._evaluators, due))
+        due = list(map(operator.methodcaller("is_due", step), self._evaluators))
+        measured = self._evaluate(step, itertools.compress(self._evaluators, due)) if any(due) else {}
         if (step + 1) % self._split.steps == 0:
             state.is_torn = True
             measured = {**measured, "epoch_loss": state.end_epoch()}
