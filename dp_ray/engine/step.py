@@ -271,7 +271,8 @@ class Metrics:
     def by_source(self, shard: Shard, step_output: StepOutput) -> list[Weighted]:
         """Return the sum and weight of the losses of each source's rows in a shard of a mixture.
 
-        The weights are 0 if the loss is no number for each row or element, nor torch's loss of classes.
+        The weights are 0 if the loss is no number for each row or element, nor torch's loss of classes; and if it has
+        several numbers a row, and the target has not these rows: then it may be of views, one behind the other.
         """
         if self.mixture is None:
             return []
@@ -280,7 +281,10 @@ class Metrics:
         nothing = [Weighted(torch.zeros((), dtype=torch.float64), 0.0)] * len(self.mixture.names)
         if not isinstance(losses, torch.Tensor) or losses.ndim <= dim or losses.shape[dim] % rows:
             return nothing
-        if dim and losses.shape[dim] != rows:
+        target = step_output.target
+        has_rows = isinstance(target, torch.Tensor) and target.ndim > dim and target.shape[dim] == rows
+        # Flat losses of rows' elements are row by row. If the batch itself has several views of each row, who knows.
+        if losses.shape[dim] != rows and (dim or not has_rows):
             return nothing
         positions = np.asarray(shard.positions, np.int64) + shard.epoch * self.mixture.rows
         sources = torch.from_numpy(self.mixture.sources_at(positions)[0]).to(losses.device)

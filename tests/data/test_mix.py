@@ -151,6 +151,19 @@ def test_the_loss_by_source_is_there_where_rows_have_losses(
         assert row[f"loss_of_{name}"] == pytest.approx(losses[own].mean().item())
 
 
+def two_views(items: list[Any]) -> Any:
+    inputs, targets = default_collate(items)
+    return torch.cat([inputs, -inputs]), torch.cat([targets, targets])
+
+
+def test_losses_of_views_are_not_told_by_source(tmp_path: Path) -> None:
+    """Of 28 losses for 14 rows, nothing tells which two belong to a row."""
+    data = Mix({"a": Pairs(20), "b": Pairs(30)}, {"a": "1/3", "b": "2/3"}, {"rows": 14})
+    given = keys_of(storage=str(tmp_path), dataset=data, batch_size=14, collate=two_views)
+    (row,) = dp_ray.run(**given).history
+    assert row.get("loss_of_a") is None and row["rows_of_a"] + row["rows_of_b"] == 14
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("augment", [False, True])
 def test_any_workers_and_loaders_end_at_the_same_bits(tmp_path: Path, augment: bool) -> None:
