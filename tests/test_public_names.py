@@ -68,6 +68,7 @@ COMMANDS = (
         "track",
     ),
     *("replay", "schema", "submit", "status", "logs", "stop"),
+    *("init", "fetch", "node", "slurm", "kuberay", "completion"),
 )
 
 

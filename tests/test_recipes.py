@@ -265,6 +265,24 @@ def check_recipes(said: str) -> None:
     assert loaded("lora").weights["layers.6.up"].abs().sum() > 0
     check_the_worst(start.eval())
     check_contrast()
+    check_houses()
+
+
+def check_houses() -> None:
+    """The root of the mean error, and the predictions of new rows, by plain torch."""
+    houses, trained, predicted = importlib.import_module("houses"), loaded("houses"), loaded("houses-predict")
+    model = houses.Net()
+    model.load_state_dict(trained.weights)
+    rows = [houses.part(1)[at] for at in range(100)]
+    size, rooms, price = (torch.tensor([row[name] for row in rows]) for name in ("size", "rooms", "price"))
+    with torch.no_grad():
+        error = F.mse_loss(model(size, rooms), price).sqrt()
+        wanted = model(
+            *(torch.tensor([dp_ray.data.Csv("new.csv")[at][name] for at in range(5)]) for name in ("size", "rooms"))
+        )
+    assert trained.metrics["eval_rmse"] == pytest.approx(error.item(), rel=1e-5)
+    torch.testing.assert_close(predicted.outputs, wanted)
+    assert predicted.carried["id"] == [f"new-{at}" for at in range(5)]
 
 
 def same_in(model: nn.Module, name: str, tensor: torch.Tensor) -> bool:
