@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import dp_ray
 from dp_ray.cluster.channel import GROUP
@@ -56,21 +55,22 @@ def test_a_worker_killed_in_each_part_of_a_step(run: Run, tmp_path: Path) -> Non
 
 
 class DeadlyToNewcomers(SlowPairs):
-    """Kills each worker that builds it before it takes part. The others read on once three have died."""
+    """Kills each worker that builds it after the first three. The others read on once three have died."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(0.001)
-        self.died = Path(folder, "died")
+        self.built = Path(folder, "built")
         self.left = 200  # reads before that
-        if GROUP in os.environ and not torch.distributed.is_initialized():
-            with self.died.open("a") as died:
-                died.write("x")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if GROUP in os.environ:
+            with self.built.open("ab") as built:
+                built.write(b"x")
+            if self.built.stat().st_size > 3:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def __getitem__(self, index: int) -> Any:
         self.left -= 1
         if GROUP in os.environ and self.left < 0:
-            assert within(200, lambda: self.died.exists() and len(self.died.read_text()) >= 3)
+            assert within(200, lambda: self.built.stat().st_size >= 6)
         return super().__getitem__(index)
 
 
@@ -88,7 +88,7 @@ def test_newcomers_that_die_as_they_start_are_no_more_started_and_the_others_go_
         "no other worker is started in the place of a lost one: 3 were lost as they started: its process was killed"
     )
     assert says in capfd.readouterr().err
-    assert (tmp_path / "died").read_text() == "xxx"
+    assert (tmp_path / "built").read_text() == "x" * 6
 
 
 @pytest.mark.ray
