@@ -232,11 +232,11 @@ class OwnController(TrainController):  # type: ignore[misc]
         group = self._worker_group
         status = group and group.get_latest_poll_status()
         instead = _WITH_SURVIVORS[failure_decision]
-        if status and status.finished:  # the others have left, and nobody waits for those that failed
-            instead = FailureDecision.RAISE
-        elif status and status.failing_replica_group_indices != status.all_replica_group_indices:
-            state = self._state_after_loss(failure_decision, group, status)
-            return self._result(state, training_failed_error)
+        if status and status.failing_replica_group_indices != status.all_replica_group_indices:
+            if not status.finished:
+                state = self._state_after_loss(failure_decision, group, status)
+                return self._result(state, training_failed_error)
+            instead = FailureDecision.RAISE  # the others have left, and nobody waits for those that failed
         return super()._execute_failure_decision(instead, training_failed_error, **keys)
 
     def _state_after_loss(self, decision: Restart, group: Any, status: Any) -> Any:
