@@ -151,4 +151,4 @@ def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(run: R
     assert told(result) == told(undisturbed)
     (hang,) = result.interruptions
     assert (hang["kind"], hang["ranks"], hang["level"], hang["why"]) == ("hang", [1], "checkpoint", "loop")
-    assert hang["step"] in (7, 8) and hang["resumed_step"] == 5  # the driver may not know yet that step 8 has begun
+    assert 5 <= hang["step"] <= 8 and hang["resumed_step"] == 5  # the driver may not have heard yet of the last steps
