@@ -145,7 +145,7 @@ LOOP: dict[str, Any] = {
 
 @pytest.mark.ray
 def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(run: Run, tmp_path: Path) -> None:
-    result = run(None, **LOOP, workers=3, inject="pause worker 1 at step 8", timeouts={"step": 4, "rejoin": 3})
+    result = run(None, **LOOP, workers=3, inject="pause worker 1 at step 8", timeouts={"step": 4})
     undisturbed = run(None, **LOOP, workers=0, name="undisturbed")
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert told(result) == told(undisturbed)
