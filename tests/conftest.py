@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ BESIDE = {
 }
 
 MANY_MODULES = 50
+LONGEST = 30
 MOST_FILES = 100  # that a module leaves open: torch, pyarrow, boto3 and what all tests share open some once
 LAST = -1000  # below the priority of everything else that multiprocessing does when a process ends
 
@@ -140,6 +142,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Have the collector look at everything again, for libraries that count at exit what is left."""
     if not is_one_of_several(session.config):
         gc.unfreeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Of many files, say which took longest: where the time goes, and how it could be shared out better."""
+    seconds = defaultdict[str, float](float)
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > LONGEST:
+        terminalreporter.section(f"the {LONGEST} files that took longest, of {sum(seconds.values()):.0f} s")
+        for name, took in sorted(seconds.items(), key=itemgetter(1), reverse=True)[:LONGEST]:
+            terminalreporter.write_line(f"{took:6.0f} s  {name}")
 
 
 def is_one_of_several(config: pytest.Config) -> bool:
