@@ -12,7 +12,7 @@ from enum import Enum, auto
 from dp_ray.cluster.channel import Ask, Request, Why
 from dp_ray.cluster.resources import Resources, capacity_for, resources_text, times
 from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
-from dp_ray.rundir.incidents import IncidentKind, Level
+from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.text import counted
 
 SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
@@ -443,11 +443,6 @@ def _while_serving(failure: StartFailed | WorkersFailed, memory: Memory, losses:
     )
     is_first = losses == SERVING_STARTS + 1  # Ray Train tells of the same failures again and again
     return RestartDecision(Restart.LEAVE, RestartReason.NEVER_SERVES, memory, told if is_first else None)
-
-
-def survived(failure: WorkersFailed, ranks: tuple[int, ...]) -> Interrupted | None:
-    """Return what to tell of lost workers whose survivors go on; `ranks` are theirs, none if they took no part."""
-    return Interrupted(IncidentKind.WORKER, what_failed(failure), ranks, Level.MEMORY) if ranks else None
 
 
 def why_all_restart(failure: WorkersFailed | StartFailed) -> str:

@@ -142,8 +142,13 @@ LOOP: dict[str, Any] = {
 
 
 @pytest.mark.ray
-def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(run: Run, tmp_path: Path) -> None:
-    result = run(None, **LOOP, workers=3, inject="pause worker 1 at step 8", timeouts={"step": 4})
+@pytest.mark.parametrize("rejoin", [3, 10])
+def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(
+    run: Run, tmp_path: Path, rejoin: int
+) -> None:
+    """With 3 it has been silent for so long that the others leave it out before its death is known."""
+    times = {"step": 4, "rejoin": rejoin}
+    result = run(None, **LOOP, workers=3, inject="pause worker 1 at step 8", timeouts=times)
     undisturbed = run(None, **LOOP, workers=0, name="undisturbed")
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert told(result) == told(undisturbed)
