@@ -16,7 +16,7 @@ from tests.support.drivers import SLOW, told
 from tests.support.models import SlowPairs
 from tests.support.within import within
 
-GOES_ON: dict[str, Any] = {**SLOW, "epochs": 12, "checkpoint": {"every_steps": 50}, "on_lost_worker": "go_on"}
+GOES_ON: dict[str, Any] = {**SLOW, "epochs": 12, "checkpoint": {"every_steps": 50}}
 PREDICTS: dict[str, Any] = {
     "task": "predict",
     "model": {"target": "tests.support.training:conv"},
@@ -25,7 +25,6 @@ PREDICTS: dict[str, Any] = {
     "batch_size": 6,
     "shards": 3,
     "bitwise": True,
-    "on_lost_worker": "go_on",
 }
 
 
@@ -139,7 +138,6 @@ LOOP: dict[str, Any] = {
     "epochs": 12,
     "bitwise": True,
     "checkpoint": {"every_steps": 5},
-    "on_lost_worker": "go_on",
 }
 
 
