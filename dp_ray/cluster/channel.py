@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.membership import Leave, Loss, Member, Membership, View
+from dp_ray.cluster.membership import Leave, Left, Loss, Member, Membership, View
 
 GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
 
@@ -141,7 +141,6 @@ class Channel:
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
         self._breaks_since: float | None = None  # the view of the membership
-        self._draining: list[bytes] = []  # what the driver is told once drained members have left
         self._rejoins: dict[int, bool] = {}  # by views that were left together: whether there is a next one
         self._saved: set[int] = set()  # the views whose rank 0 has kept the work
 
@@ -330,7 +329,7 @@ class Channel:
         """Have job `number` go on without the process of this name."""
         if number == self._terms.number and self._membership is not None:
             async with self._changed:
-                self._membership.exclude(name)
+                self._membership.exclude([name], why)
                 self._settle(self._membership)
 
     async def break_up(self, number: int) -> None:
@@ -389,22 +388,24 @@ class Channel:
         return self._started if self._terms.needs_all else max(1, len(set(range(self._started)) - self._lost))
 
     def _settle(self, membership: Membership) -> None:
+        """Make the next view, if it can be; before any message of it, the driver is told who has left."""
         if membership.settle() is not None:
             self._breaks_since = None
-            self._messages += self._draining  # before a message of the view
-            self._draining = []
+        self._messages += [encoded(left) for left in membership.take_left()]
+        self._arrived.set()
         self._changed.notify_all()
 
     def _leave_silent_out(self, membership: Membership) -> None:
         """Exclude members that have given no sign for long, or compute for longer than a step may take."""
         if not membership.is_breaking:
             return
-        now = time.monotonic()
+        now, rejoin, step = time.monotonic(), self._terms.rejoin, self._terms.step
         self._breaks_since = self._breaks_since or now
-        is_hanging = self._terms.step is not None and now - self._breaks_since > self._terms.step
-        for member in membership.awaited():
-            if is_hanging or now - self._heard.get(member.name, 0.0) >= self._terms.rejoin:
-                membership.exclude(member.name)
+        awaited = [member.name for member in membership.awaited()]
+        silent = [name for name in awaited if now - self._heard.get(name, 0.0) >= rejoin]
+        membership.exclude(silent, f"it gave no sign for {rejoin:g} s (timeouts.rejoin)")
+        if step is not None and now - self._breaks_since > step:
+            membership.exclude(awaited, f"it did not leave its step within {step:g} s (timeouts.step)")
         self._settle(membership)
 
     async def survey(self, number: int, slots: tuple[int, ...]) -> Loss | None:
@@ -418,10 +419,11 @@ class Channel:
         if membership is None or not membership.view.number:
             lives = len(self._lost.union(slots)) < self._num_workers
             return Loss((), self._lost_early + 1 if number else 0) if lives else None
+        loss = membership.loss_of(slots)
         ended = self._ended.get(_end_of(membership.view.number), ())
-        if len(ended) == len(membership.view.members) or (membership.idle_views > VIEWS and not self._terms.serves):
-            return None  # a member may have left for good
-        return membership.loss_of(slots)
+        may_have_left = loss is not None and bool(loss.ranks) and len(ended) == len(membership.view.members)
+        is_idle = membership.idle_views > VIEWS and not self._terms.serves
+        return None if may_have_left or is_idle else loss
 
     async def silent(self, number: int, seconds: float) -> list[Member]:
         """Return the members that have given no sign for so many seconds; none if no job runs in views."""
@@ -431,20 +433,17 @@ class Channel:
         late = time.monotonic() - seconds
         return [member for member in membership.awaited() if self._heard.get(member.name, late) <= late]
 
-    async def ranks_on(self, number: int, node_ids: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ranks of the members on these nodes, if job `number` runs in views."""
-        members = () if number != self._terms.number or self._membership is None else self._membership.view.members
-        return tuple(rank for rank, member in enumerate(members) if member.node_id in node_ids)
-
-    async def drain(self, number: int, node_ids: tuple[str, ...], message: bytes) -> None:
-        """Have the members on these nodes leave after a step, for good; then the driver gets the message."""
+    async def drain(self, number: int, node_ids: tuple[str, ...], why: str) -> None:
+        """Have the members on these nodes leave after a step, for good; then the driver is told why."""
         membership = self._membership
-        if number == self._terms.number and membership is not None:
-            membership.drain(node_ids)
-            self._draining = [message] if membership.drained() else []
+        if number == self._terms.number and membership is not None and membership.view.number:
+            membership.drain(node_ids, why)
 
-    async def lose(self, number: int, slots: tuple[int, ...]) -> None:
-        """Take in that the processes in these slots have died; the driver has been told."""
+    async def lose(self, number: int, slots: tuple[int, ...], why: str) -> None:
+        """Take in that the processes in these slots have died; the driver is told, if it does not know of them.
+
+        With the number 0 no job runs.
+        """
         if number != self._terms.number:
             return
         async with self._changed:
@@ -454,9 +453,7 @@ class Channel:
                 self._lost_early += 1
             if self._membership is not None:
                 self._membership.expected = self._expected()
-                self._membership.lose(slots)
-                if not self._membership.drained():  # they are lost before they could leave
-                    self._draining = []
+                self._membership.lose(slots, why)
                 self._settle(self._membership)
 
     async def leave(self, view: int, rank: int, world_size: int, is_kept: bool) -> bool:
@@ -535,4 +532,14 @@ def send(channel: Any, message: Any, number: int = 0, wait: bool = True) -> None
 
 def receive(channel: Any, wait: bool = True) -> list[Any]:
     """Return the messages that have arrived, decoded; with `wait`, waits up to HOLD_SECONDS for one."""
-    return [pickle.loads(message) for message in ray.get(channel.receive.remote(wait))]
+    messages = [pickle.loads(message) for message in ray.get(channel.receive.remote(wait))]
+    return [_told(message) if isinstance(message, Left) else message for message in messages]
+
+
+def _told(left: Left) -> Any:
+    """Return the message of members that have left; only who receives it imports its class."""
+    from dp_ray.messages import Interrupted
+    from dp_ray.rundir.incidents import IncidentKind, Level
+
+    kind = IncidentKind.PREEMPTION if left.is_planned else IncidentKind.WORKER
+    return Interrupted(kind, left.why, left.ranks, Level.MEMORY)

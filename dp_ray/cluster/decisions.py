@@ -12,7 +12,7 @@ from enum import Enum, auto
 from dp_ray.cluster.channel import Ask, Request, Why
 from dp_ray.cluster.resources import Resources, capacity_for, resources_text, times
 from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
-from dp_ray.rundir.incidents import IncidentKind, Level
+from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.text import counted
 
 SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
@@ -412,11 +412,6 @@ def _after_start(failure: StartFailed, memory: Memory) -> RestartDecision:
             return _retry(memory, RestartReason.START_LOST, Interrupted(IncidentKind.WORKER, what, ()))
         case StartTrouble.ERROR:
             return RestartDecision(Restart.GIVE_UP, RestartReason.START_ERROR, memory)
-
-
-def survived(failure: WorkersFailed, ranks: tuple[int, ...]) -> Interrupted | None:
-    """Return what to tell of lost workers whose survivors go on; `ranks` are theirs, none if they took no part."""
-    return Interrupted(IncidentKind.WORKER, what_failed(failure), ranks, Level.MEMORY) if ranks else None
 
 
 def why_all_restart(failure: WorkersFailed | StartFailed) -> str:

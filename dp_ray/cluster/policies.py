@@ -32,15 +32,12 @@ from dp_ray.cluster.decisions import (
     decide_restart,
     decide_scaling,
     is_worth_a_look,
-    survived,
     what_failed,
     why_all_restart,
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
-from dp_ray.cluster.membership import Loss
 from dp_ray.errors import ClusterLost
 from dp_ray.messages import Ending, GaveUp, Interrupted, Message, Note, Starting, Waits, beat_interval
-from dp_ray.rundir.incidents import IncidentKind, Level
 from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted, listed
 
@@ -143,7 +140,7 @@ class ElasticScalingPolicy:
         addresses = tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in draining))
         wanted = self._wanted.of_job(job.workers, job.can_stop) if job.number else self._wanted
         running = Running(wanted, len(node_ids), started, self._last_count, addresses, num_lost=num_lost)
-        if job.goes_on:
+        if job.goes_on and not job.needs_all:
             running = replace(running, num_staying=sum(node_id not in draining for node_id in node_ids))
         if is_worth_a_look(running, now):
             running = replace(running, capacity=self._capacity(self._nodes(must_answer=False)))
@@ -152,14 +149,7 @@ class ElasticScalingPolicy:
         if decision.request is not None and decision.request.ask is not request.ask:
             self._request(decision.request)
         if decision.do is Resize.LEAVE:
-            self._drain(job, tuple(draining), decision.text)
-
-    def _drain(self, job: Terms, node_ids: tuple[str, ...], text: str) -> None:
-        """Have the workers on these nodes leave their view, and the others go on."""
-        ranks = ray.get(self._channel.ranks_on.remote(job.number, node_ids))
-        if ranks:
-            told = encoded(Interrupted(IncidentKind.PREEMPTION, text, ranks, Level.MEMORY))
-            ray.get(self._channel.drain.remote(job.number, node_ids, told))
+            ray.get(self._channel.drain.remote(job.number, tuple(draining), decision.text))
 
     def _look_at(self, job: Terms) -> None:
         self._avoided = job.avoided
@@ -218,17 +208,13 @@ def lose_cut_off(channel: Any, job: Terms, num_workers: int) -> None:
     there = nodes_that_answer({member.node_id for member in silent}) if silent else set()
     if slots := [member.slot for member in silent if member.node_id not in there]:
         failure = WorkersFailed({}, dict.fromkeys(slots, "its node does not answer"))
-        loss = ray.get(channel.survey.remote(job.number, tuple(slots)))
-        if loss is not None:
-            go_on_without(channel, job, failure, loss)
+        if ray.get(channel.survey.remote(job.number, tuple(slots))) is not None:
+            go_on_without(channel, job, failure)
 
 
-def go_on_without(channel: Any, job: Terms, failure: WorkersFailed, loss: Loss) -> None:
-    """Tell the driver of lost workers, and have the others go on."""
-    told = survived(failure, loss.ranks)
-    if told is not None:
-        send(channel, told)  # first: the next view may begin at once
-    ray.get(channel.lose.remote(job.number, (*failure.died, *failure.ended)))
+def go_on_without(channel: Any, job: Terms, failure: WorkersFailed) -> None:
+    """Have the others go on without these workers; the channel tells the driver."""
+    ray.get(channel.lose.remote(job.number, (*failure.died, *failure.ended), what_failed(failure)))
 
 
 @dataclass(eq=False)
@@ -302,8 +288,8 @@ class RestartPolicy:
         if loss.losses > job.retries and not job.serves:  # a call that ends its workers ends itself, after some tries
             self._memory = replace(self._memory, retries=0)
             return None
-        go_on_without(self.channel, job, failure, loss)
-        if loss.ranks:
+        go_on_without(self.channel, job, failure)
+        if loss.ranks or loss.has_excluded:
             self._failed_starts = 0
         elif self._replaced & (failure.died.keys() | (failure.ended.keys() if job.serves else set())):
             self._count_failed_start(what_failed(failure))

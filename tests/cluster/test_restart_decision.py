@@ -19,7 +19,7 @@ from dp_ray.cluster.decisions import (
     WorkersFailed,
     decide_restart,
 )
-from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
+from dp_ray.messages import Ending, Interrupted, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
 
 NOW = 1000.0

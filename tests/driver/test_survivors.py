@@ -16,7 +16,7 @@ from tests.support.drivers import SLOW, told
 from tests.support.models import SlowPairs
 from tests.support.within import within
 
-GOES_ON: dict[str, Any] = {**SLOW, "epochs": 12, "checkpoint": {"every_steps": 50}, "on_lost_worker": "go_on"}
+GOES_ON: dict[str, Any] = {**SLOW, "epochs": 12, "checkpoint": {"every_steps": 50}}
 PREDICTS: dict[str, Any] = {
     "task": "predict",
     "model": {"target": "tests.support.training:conv"},
@@ -25,7 +25,6 @@ PREDICTS: dict[str, Any] = {
     "batch_size": 6,
     "shards": 3,
     "bitwise": True,
-    "on_lost_worker": "go_on",
 }
 
 
@@ -139,13 +138,17 @@ LOOP: dict[str, Any] = {
     "epochs": 12,
     "bitwise": True,
     "checkpoint": {"every_steps": 5},
-    "on_lost_worker": "go_on",
 }
 
 
 @pytest.mark.ray
-def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(run: Run, tmp_path: Path) -> None:
-    result = run(None, **LOOP, workers=3, inject="pause worker 1 at step 8", timeouts={"step": 4})
+@pytest.mark.parametrize("rejoin", [3, 10])
+def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(
+    run: Run, tmp_path: Path, rejoin: int
+) -> None:
+    """With 3 it has been silent for so long that the others leave it out before its death is known."""
+    times = {"step": 4, "rejoin": rejoin}
+    result = run(None, **LOOP, workers=3, inject="pause worker 1 at step 8", timeouts=times)
     undisturbed = run(None, **LOOP, workers=0, name="undisturbed")
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert told(result) == told(undisturbed)

@@ -127,6 +127,15 @@ def test_a_tracker_gets_each_row_once_and_the_end(run: Storage, fed: Any) -> Non
     assert TRACKED_JSON.read(run.child(TRACKERS), "fake.json") == TrackedRun("run-1", 30, "done")
 
 
+def test_a_process_with_many_open_files_is_fed_too(many_files: list[int], run: Storage, fed: Any) -> None:
+    tracker = FakeTracker()
+    feed = fed(tracker, run)
+    assert feed.stream.fileno() >= 1024
+    in_files(run, 0, 5)
+    feed.end()
+    assert tracker.rows == rows(0, 5)
+
+
 def test_a_tracker_that_is_down_for_a_while_misses_nothing(run: Storage, fed: Any) -> None:
     tracker, said = FakeTracker(), list[str]()
     feed = fed(tracker, run, said)
