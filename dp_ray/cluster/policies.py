@@ -241,9 +241,7 @@ class RestartPolicy:
 
     def _decide(self, failure: WorkersFailed | StartFailed) -> Restart:
         request, job = ray.get(self.channel.state.remote())
-        if job.number != self._job.number:
-            self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
-            self._failed_starts = 0
+        self._look_at(job)
         if self._goes_on(job) and request.ask is not Ask.STOP:
             do = self._with_survivors(failure, job)
             if do is not None:
@@ -264,6 +262,11 @@ class RestartPolicy:
             ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(failure.died))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
+
+    def _look_at(self, job: Terms) -> None:
+        if job.number != self._job.number:
+            self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
+            self._failed_starts = 0
 
     def on_more(self, failure: WorkersFailed | StartFailed) -> Restart | None:
         """Take in all failures that are known by now, before the failed workers are replaced."""
@@ -310,10 +313,14 @@ class RestartPolicy:
         `places` has the ids of the nodes on which they would run, "" where Ray has none yet.
         """
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS or self._failed_starts >= REPLACING_STARTS:
+        if now - self._looked < LOOK_SECONDS:
             return set()
         self._looked = now
-        out = draining_nodes() | set(ray.get(self.channel.state.remote())[1].avoided)
+        job = ray.get(self.channel.state.remote())[1]
+        self._look_at(job)
+        if self._failed_starts >= REPLACING_STARTS:
+            return set()
+        out = draining_nodes() | set(job.avoided)
         there = nodes_that_answer(set(places.values()) - out - {""})
         found = {rank for rank, node_id in places.items() if node_id in there}
         if not found and not self._says_no_room:

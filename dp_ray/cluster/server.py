@@ -76,18 +76,18 @@ def serve_in_views(worker: WorkerConfig, here: World, attempt: str, backend: str
                     with waiting("the group to form"):
                         group = process_group(worker.channel, of_view, world, backend, None, on_node, view.number)
                         formed.enter_context(group)
-                    is_broken = answer_all(served)
+                    is_broken = answer_all(served, view.number)
             except (WorkerError, JobError) as error:
-                is_broken = answer_all(served, error)
+                is_broken = answer_all(served, view.number, error)
                 is_broken = None if is_broken is None else True
             leave_view(bool(is_broken))
         if is_broken is None:
             return
-    answer_all(served, WorkerError("the workers serve no longer"))
+    answer_all(served, 0, WorkerError("the workers serve no longer"))
 
 
-def answer_all(served: Served, error: Error | None = None) -> bool | None:
-    """Answer messages until the view is to be left; return whether a collective has failed.
+def answer_all(served: Served, view: int, error: Error | None = None) -> bool | None:
+    """Answer messages until the view of this number is to be left; return whether a collective has failed.
 
     None if nothing more comes. `error` says why the group could not be formed.
     """
@@ -101,7 +101,12 @@ def answer_all(served: Served, error: Error | None = None) -> bool | None:
                 return is_broken
             if isinstance(error, JobError):
                 raise error
-            given = served.answer(asked) if not isinstance(asked, HasFormed) else error and str(error)
+            if not isinstance(asked, HasFormed):
+                given = served.answer(asked)
+            elif asked.view != view:
+                given = f"a worker is in view {view}, not in {asked.view}"
+            else:
+                given = error and str(error)
             is_broken |= isinstance(given, PeerLost)
             answer.put((framed(given), None))
         except Exception as raised:

@@ -39,9 +39,10 @@ VIEWS = 8  # whose groups may fail to form, one after the other
 
 @dataclass(eq=False, kw_only=True)
 class RayMember(ServingWorker):
-    """A worker that serves, on Ray: the process of this `name`."""
+    """A worker that serves, on Ray: the process of this `name`; `slot` is its rank among those that were started."""
 
     name: str
+    slot: int
     handle: Any
 
 
@@ -81,6 +82,7 @@ class RayServing:
         self._placed_at: float | None = None  # when there was room for the workers
         self._failed: Failed | None = None
         self._why_lost = ""
+        self._is_told_of_loss = False
         self._finished: list[Finished] = []
         self.is_closed = False
         self._gives_up = False  # to hear the rest
@@ -126,7 +128,7 @@ class RayServing:
             case Finished():
                 self._finished.append(message)
             case Interrupted(what=what, ranks=ranks):
-                self._why_lost = what
+                self._why_lost, self._is_told_of_loss = what, True
                 which = f"rank {', '.join(map(str, ranks))}: " if ranks else ""
                 self._say(f"a worker is lost, and another one starts in its place ({which}{what})")
             case Note(text=text) | Waits(what=text):
@@ -152,8 +154,9 @@ class RayServing:
                 return list(self.members)
             self.ask(dict.fromkeys(self.members, LeaveView()))
             self.members = self._next_view()
-            self._has_changed = len(self._known) > len(self.members)  # one may ask only now
-            failed = [answer for answer in self.ask(dict.fromkeys(self.members, HasFormed())).values() if answer]
+            self._has_changed = self._has_newcomer()
+            formed = self.ask(dict.fromkeys(self.members, HasFormed(self._view[1])))
+            failed = [answer for answer in formed.values() if answer]
             if not failed:
                 return list(self.members)
             why = next((answer for answer in failed if isinstance(answer, str)), why)
@@ -180,6 +183,16 @@ class RayServing:
         self._await(lambda: self._known.keys() >= set(names))
         return [self._known[name] for name in names]
 
+    def _has_newcomer(self) -> bool:
+        """Return whether a worker that has come is not in the view: it may have asked for one too late."""
+        others = self._known.keys() - {member.name for member in self.members}
+        if others:
+            with self._workers.reached.kept():
+                gone = ray.get(self._workers.channel.gone.remote(self._job_number, list(others)))
+            for name in gone:
+                del self._known[name]
+        return len(self._known) > len(self.members)
+
     def keep_one_kind(self) -> None:
         """Take no worker from now on that computes differently; raises JobError if there is one already."""
         members = enumerate(self.members)
@@ -193,6 +206,8 @@ class RayServing:
         began = time.monotonic()
         with self._heard:
             while True:
+                self._has_changed |= self._is_told_of_loss
+                self._is_told_of_loss = False
                 arrived, self._arrived = self._arrived, []
                 for serves in arrived:
                     self._take_in(serves)
@@ -230,10 +245,13 @@ class RayServing:
             there = [("the others", self._computes), (serves.place.node, serves.place.computes)]
             why = f"no worker is taken on {serves.place.node}, which would change the bits: {difference(there)}"
             self._say(why)
-            ray.get(self._workers.channel.avoid.remote(self._job_number, (serves.place.node_id,)))
+            self._workers.channel.avoid.remote(self._job_number, (serves.place.node_id,))
             self._exclude(serves.name, why)
             return
-        self._known[serves.name] = RayMember(serves.place, name=serves.name, handle=serves.handle)
+        for other in [other for other in self._known.values() if other.slot == serves.slot]:
+            if other not in self.members:  # it was lost before it took part
+                del self._known[other.name]
+        self._known[serves.name] = RayMember(serves.place, name=serves.name, slot=serves.slot, handle=serves.handle)
         self._has_changed = True
 
     def _exclude(self, name: str, why: str) -> None:

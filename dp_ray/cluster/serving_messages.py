@@ -28,7 +28,9 @@ class LeaveView(NamedTuple):
 
 
 class HasFormed(NamedTuple):
-    """Say why the group of the view could not be formed; None if it was."""
+    """Say why the group of the view of this number could not be formed; None if it was."""
+
+    view: int
 
 
 def framed(value: Any) -> Any:
