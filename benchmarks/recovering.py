@@ -1,6 +1,8 @@
 """The loop that a user of Ray Train writes by hand, with checkpoints, and the dataset that tells when it is read."""
 
+import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -86,3 +88,13 @@ def _report(replica: nn.Module, step: int, rank: int) -> None:
         if rank == 0:
             torch.save({"model": replica.state_dict(), "step": step}, Path(folder) / "state.pt")
         ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
+
+
+def main() -> None:
+    """Train in a process of its own, on the Ray that runs on this host or else its own one."""
+    ticks, workers, steps = json.loads(sys.argv[1])
+    run(Path(ticks), tuple(workers) if isinstance(workers, list) else workers, steps)
+
+
+if __name__ == "__main__":
+    main()
