@@ -37,6 +37,13 @@ def test_three_workers_in_every_interleaving(budget: dict[str, int]) -> None:
     assert explored(Model(3, steps), budget) > 20_000
 
 
+@pytest.mark.parametrize(
+    ("workers", "budget"), [(3, {"kill": 1, "keep": 1}), (2, {"kill": 2, "come": 1, "keep": 1, "look": 1})]
+)
+def test_each_row_is_in_the_history_once(workers: int, budget: dict[str, int]) -> None:
+    assert explored(Model(workers, 3), budget) > 1_000
+
+
 def all_of_three(workers: int) -> Membership:
     return Membership(workers, least=workers)
 
@@ -163,6 +170,47 @@ def test_a_state_that_is_not_the_newest_is_found() -> None:
 
     with pytest.raises(Broken, match=r"a step that another one has finished|runs again"):
         explored(Model(3, 2, level=rank_0), {"kill": 1})
+
+
+class HoldsRowsAtRank0(Model):
+    def holds_rows(self, is_first: bool) -> bool:
+        return is_first
+
+
+class GetsNoRows(Model):
+    def got(self, worker: Worker, sent: frozenset[int]) -> frozenset[int]:
+        return worker.rows
+
+
+class NeverDrops(Model):
+    def dropped(self, worker: Worker) -> frozenset[int]:
+        return worker.rows
+
+
+class DropsTooMuch(Model):
+    def dropped(self, worker: Worker) -> frozenset[int]:
+        end = max((end for _, end in self.pieces), default=0)
+        return frozenset(step for step in worker.rows if step >= end)
+
+
+class RemovesNothing(Model):
+    def left(self, worker: Worker) -> frozenset[tuple[int, int]]:
+        return self.pieces
+
+
+@pytest.mark.parametrize(
+    ("model", "budget"),
+    [
+        (HoldsRowsAtRank0, {"kill": 1}),
+        (GetsNoRows, {"kill": 2, "come": 1}),
+        (NeverDrops, {"kill": 1, "keep": 1}),
+        (DropsTooMuch, {"kill": 1, "keep": 1, "look": 1}),
+        (RemovesNothing, {"kill": 1, "keep": 1}),
+    ],
+)
+def test_a_history_without_each_row_once_is_found(model: type[Model], budget: dict[str, int]) -> None:
+    with pytest.raises(Broken, match="row is missing in the history, or is there twice"):
+        explored(model(2, 2), budget)
 
 
 def test_a_newcomer_that_does_not_get_the_others_state_is_found() -> None:
