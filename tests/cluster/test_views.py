@@ -317,7 +317,7 @@ async def started(**terms: Any) -> Channel:
 def test_a_job_begins_with_those_that_live_and_takes_in_who_comes_for_the_one_lost_while_idle() -> None:
     async def play() -> None:
         channel = await started(lost=(1,))
-        assert await channel.is_mended()
+        assert await channel.mended() == (True, {1})
         views = await asyncio.gather(asks(channel, C), asks(channel, A))
         assert views == [View(1, (A, C))] * 2
         await channel.next_job(0, "group", 1, 3)
@@ -372,7 +372,7 @@ def test_idle_workers_of_whom_none_is_left_start_again_and_others_are_not_mended
         await channel.lose(0, (1,), "killed")
         assert await channel.survey(0, (2,)) is None
         await soon(channel.next_job(0, "another group", 0, 3))
-        assert not await channel.is_mended()
+        assert await channel.mended() == (False, set())
 
     played(play())
 
