@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -246,6 +247,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Server]":
 
     with serving(tmp_path_factory.mktemp("s3") / "requests.log") as started:
         yield started
+
+
+@pytest.fixture
+def many_files() -> Iterator[list[int]]:
+    """Open files of this process, so many that the next ones have numbers that select() does not take."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 4096), limits[1]))
+        yield [held.enter_context(open(os.devnull, "rb")).fileno() for _ in range(1024)]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from dp_ray.cluster.membership import Leave, Member, Membership, Phase
+from dp_ray.cluster.membership import Leave, Member, Membership, Phase, View
 from dp_ray.tasks.held import most_finished
 
 Event = tuple[str, int]
@@ -52,6 +52,7 @@ class Model:
         self.views: dict[int, tuple[int, ...]] = {}  # the members, by their places in `workers`
         self.votes: set[tuple[int, int]] = set()  # the view and number of collectives with which all leave
         self.ended: set[tuple[int, int]] = set()  # the view and place of workers that have nothing left to do in it
+        self.told: dict[int, str] = {}  # why members have left for good, by their places
 
     def copied(self) -> "Model":
         other = copy.copy(self)
@@ -62,6 +63,7 @@ class Model:
         for worker in other.workers:
             worker.ran = worker.ran.copy()
         other.views, other.votes, other.ended = self.views.copy(), self.votes.copy(), self.ended.copy()
+        other.told = self.told.copy()
         return other
 
     def key(self) -> Any:
@@ -70,8 +72,9 @@ class Model:
             (*(value for name, value in vars(worker).items() if name != "ran"), *sorted(worker.ran.items()))
             for worker in self.workers
         )
-        asking, gone = frozenset(known._asking), (frozenset(known._gone), known._drained)
-        return workers, known.phase, known.view.number, asking, gone, frozenset(self.votes), frozenset(self.ended)
+        asking, gone = frozenset(known._asking), (frozenset(known._gone), frozenset(known._drained))
+        ended = frozenset(self.votes), frozenset(self.ended), frozenset(self.told)
+        return workers, known.phase, known.view.number, asking, gone, *ended
 
     # Events.
 
@@ -134,9 +137,9 @@ class Model:
             worker.is_dead = True
         elif kind == "tell":
             worker.is_told = True
-            self.membership.lose([worker.slot])
+            self.membership.lose([worker.slot], "died")
         elif kind == "drain":
-            self.membership.drain([node(worker)])
+            self.membership.drain([node(worker)], "drained")
         elif kind == "come":
             worker.is_replaced = True
             self.workers.append(Worker(worker.slot))
@@ -144,7 +147,7 @@ class Model:
             worker.is_silent = kind == "silence"
         elif kind == "exclude":
             self.out |= {number}
-            self.membership.exclude(str(number))
+            self.membership.exclude([str(number)], "silent")
         elif kind == "go in":
             worker.is_in = True
             if worker.out_of == 0:
@@ -166,12 +169,13 @@ class Model:
             worker.state = "excluded"
 
     def _settle(self) -> None:
-        before = self.membership.view
-        view = self.membership.settle()
+        before, view = self.membership.view, self.membership.settle()
+        if view is not None:
+            self.views[view.number] = tuple(int(member.name) for member in view.members)
+        self._tell(before)
         if view is None:
             return
-        members = tuple(int(member.name) for member in view.members)
-        self.views[view.number] = members
+        members = self.views[view.number]
         if before.members and (first := int(before.members[0].name)) in members and members[0] != first:
             raise Broken("rank 0 lives, and has another rank")
         if len(members) < self.membership.least and before.members:
@@ -183,12 +187,26 @@ class Model:
             if worker.state != "asking" and not worker.is_dead:
                 raise Broken("a worker is in a view, and has not left the one before")
             worker.state, worker.view, worker.out_of, worker.is_in = "in", view.number, 0, False
+        if set(self.views.get(before.number, ())) - set(members) - self.told.keys():
+            raise Broken("a member leaves, and nobody is told")
         for number, worker in enumerate(self.workers):
             if worker.state != "asking" or worker.is_dead or number in members:
                 continue
             worker.state = "excluded"
             if worker.steps > max(self.workers[one].steps for one in members):
                 raise Broken("a worker leaves for good with a step that no other one has finished")
+
+    def _tell(self, before: View) -> None:
+        """Take in which members of the view before are told to have left, each once."""
+        members = self.views.get(before.number, ())
+        for left in self.membership.take_left():
+            for rank in left.ranks:
+                number = members[rank]
+                if number in self.told:
+                    raise Broken("a member that leaves is told twice")
+                if left.is_planned and str(number) not in self.membership._gone:
+                    raise Broken("a member is told to have left that takes part")
+                self.told[number] = left.why
 
     def _come_out(self, number: int, worker: Worker) -> None:
         members = self.views[worker.view]
