@@ -123,17 +123,21 @@ class Channel:
         self._phase: list[bytes] = []  # the last message on how far the workers' start is, until one has started
         self._is_closed = False
         self._group = ""  # of the workers that asked last for a job
+        self._num_workers = 1  # of these
+        self._lost: set[int] = set()  # the slots of those that are lost, until others are there in their places
+        self._is_mended = False  # some were lost, and the others stay
         self._lost_group = ""  # of the workers whose job was given up
         self._fired: set[int] = set()  # the numbers of faults that were injected
         self._ended: dict[str, set[int]] = {}  # the ranks that have ended, by attempt
         self._stores: dict[str, tuple[str, int]] = {}  # host and port, by attempt
         self._changed = asyncio.Condition()
-        self._losses = 0  # since a worker has last begun to serve
         self._begin_views()
         self._served = 0  # the number of what was served last, whose workers still say what they leave behind
 
     def _begin_views(self) -> None:
         self._membership: Membership | None = None  # of the workers of a job that goes on
+        self._started = 0  # how many workers the job takes
+        self._lost_early = 0  # how often workers were lost before the first view
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
         self._breaks_since: float | None = None  # the view of the membership
@@ -180,7 +184,7 @@ class Channel:
         async with self._changed:
             self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
             self._fired, self._ended, self._stores = set(), {}, {}
-            self._losses = self._served = 0
+            self._served = 0
             self._begin_views()
             self._terms, self._job = terms, job
             self._changed.notify_all()
@@ -212,13 +216,18 @@ class Channel:
             self._is_closed = True
             self._changed.notify_all()
 
-    async def next_job(self, after: int, group: str = "") -> tuple[Terms, list[Any]] | Ask:
+    async def next_job(
+        self, after: int, group: str = "", slot: int = 0, num_workers: int = 1
+    ) -> tuple[Terms, list[Any]] | Ask:
         """Return the first job after `after`, once there is one; Ask.STOP or Ask.RESTART if the worker is to leave.
 
         An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers. `group` is
-        the id of the workers that were started together: those of a job that was given up get no other.
+        the id of the `num_workers` that were started together: those of a job that was given up get no other. The
+        worker itself is the one in `slot`, as Ray Train numbers them.
         """
-        self._group = group or self._group
+        if group and group != self._group:
+            self._group, self._num_workers, self._lost, self._is_mended = group, num_workers, set(), False
+        self._lost.discard(slot)
         self._phase = []  # this worker has started
         async with self._changed:
             while not self._is_closed:
@@ -229,16 +238,6 @@ class Channel:
                         return Ask.RESTART
                 await self._changed.wait()
             return Ask.STOP
-
-    async def serves(self, message: bytes, number: int) -> None:
-        """Take in that a worker serves the modules of `number`."""
-        self._losses = 0
-        await self.put(message, number)
-
-    async def count_loss(self) -> int:
-        """Count a failure of workers that serve; return how many there were since one has begun to."""
-        self._losses += 1
-        return self._losses
 
     async def ended(self, number: int) -> None:
         """Return once job `number` has ended, or the workers are to leave."""
@@ -298,10 +297,51 @@ class Channel:
                 await self._changed.wait_for(lambda: have_all() or self._is_broken(view))
             return have_all()
 
-    async def has_views(self, number: int, group: str) -> bool:
-        """Return whether workers of this group run job `number` in views already."""
-        is_theirs = self._terms.number == number and group in self._groups[-1:]
+    async def has_views(self, number: int, group: str = "") -> bool:
+        """Return whether workers of this group, by default of the last one, run job `number` in views already."""
+        is_theirs = self._terms.number == number and (not group or group in self._groups[-1:])
         return is_theirs and self._membership is not None and self._membership.view.number > 0
+
+    async def view_after(self, number: int, group: str, view: int) -> tuple[str, View] | None:
+        """Return the view of those that serve, once there is another than this one of this group; with its group.
+
+        None once what they serve has ended.
+        """
+
+        def has_another() -> bool:
+            there = self._membership
+            return (
+                there is not None and there.view.number > 0 and (self._groups[-1], there.view.number) != (group, view)
+            )
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._terms.number != number or has_another())
+            if self._terms.number != number or self._membership is None:
+                return None
+            return self._groups[-1], self._membership.view
+
+    async def gone(self, number: int, names: list[str]) -> set[str]:
+        """Return those of these processes without which job `number` goes on, though they may live."""
+        there = self._membership if number == self._terms.number else None
+        return {name for name in names if there is not None and there.is_gone(name)}
+
+    async def exclude(self, number: int, name: str, why: str) -> None:
+        """Have job `number` go on without the process of this name."""
+        if number == self._terms.number and self._membership is not None:
+            async with self._changed:
+                self._membership.exclude([name], why)
+                self._settle(self._membership)
+
+    async def break_up(self, number: int) -> None:
+        """Have the workers of job `number` leave their view at once, and make another."""
+        if number == self._terms.number and self._membership is not None:
+            async with self._changed:
+                self._membership.break_up()
+                self._changed.notify_all()
+
+    async def is_mended(self) -> bool:
+        """Return whether workers were replaced alone, which Ray Train does not count among those of their node."""
+        return self._is_mended
 
     async def ask(
         self, number: int, group: str, member: Member, progress: int, has_lost_peer: bool, expected: int
@@ -315,6 +355,7 @@ class Channel:
             membership = self._membership_of(group, expected) if self._terms.number == number else None
             if membership is None:
                 return None
+            membership.expected = self._expected()
             may_ask = membership.ask(member, progress, has_lost_peer)
             self._heard[member.name] = time.monotonic()
             self._settle(membership)
@@ -338,9 +379,13 @@ class Channel:
     def _begin_views_of(self, group: str, expected: int) -> None:
         earlier = self._groups
         self._begin_views()
-        self._groups = [*earlier, group]
+        self._groups, self._started = [*earlier, group], expected
         self._membership = Membership(expected, expected if self._terms.needs_all else 1)
         self._ended = {}
+
+    def _expected(self) -> int:
+        """Return for how many workers the first view waits: those that live, at least one."""
+        return self._started if self._terms.needs_all else max(1, len(set(range(self._started)) - self._lost))
 
     def _settle(self, membership: Membership) -> None:
         """Make the next view, if it can be; before any message of it, the driver is told who has left."""
@@ -369,12 +414,16 @@ class Channel:
         None if nobody could go on: all are to start again.
         """
         membership = self._membership
-        if number != self._terms.number or membership is None or not membership.view.number:
+        if number != self._terms.number:
             return None
+        if membership is None or not membership.view.number:
+            lives = len(self._lost.union(slots)) < self._num_workers
+            return Loss((), self._lost_early + 1 if number else 0) if lives else None
         loss = membership.loss_of(slots)
         ended = self._ended.get(_end_of(membership.view.number), ())
         may_have_left = loss is not None and bool(loss.ranks) and len(ended) == len(membership.view.members)
-        return None if may_have_left or membership.idle_views > VIEWS else loss
+        is_idle = membership.idle_views > VIEWS and not self._terms.serves
+        return None if may_have_left or is_idle else loss
 
     async def silent(self, number: int, seconds: float) -> list[Member]:
         """Return the members that have given no sign for so many seconds; none if no job runs in views."""
@@ -391,9 +440,19 @@ class Channel:
             membership.drain(node_ids, why)
 
     async def lose(self, number: int, slots: tuple[int, ...], why: str) -> None:
-        """Take in that the processes in these slots have died; the driver is told, if it does not know of them."""
-        if number == self._terms.number and self._membership is not None:
-            async with self._changed:
+        """Take in that the processes in these slots have died; the driver is told, if it does not know of them.
+
+        With the number 0 no job runs.
+        """
+        if number != self._terms.number:
+            return
+        async with self._changed:
+            self._lost.update(slots)
+            self._is_mended = True
+            if self._membership is None or not self._membership.view.number:
+                self._lost_early += 1
+            if self._membership is not None:
+                self._membership.expected = self._expected()
                 self._membership.lose(slots, why)
                 self._settle(self._membership)
 

@@ -146,7 +146,6 @@ class StartedWorkers:
     imported: tuple[str, ...] = ()  # the source files of user code that they have imported
     is_aborted: bool = False
     is_interrupted_twice: bool = False
-    is_mended: bool = False  # workers were replaced alone, which Ray Train does not count among those of their node
     _number: int = 0
 
     def run(
@@ -200,12 +199,25 @@ class StartedWorkers:
             raise
         self._check_end(monitor)
 
+    def fits_mended(self, job: Job) -> bool:
+        """Return whether a job can run where workers were replaced alone."""
+        return job.max_workers == 1 or not why_restarts(job, self.each.get("GPU", 0))
+
     def begin_serving(self, keys: WorkerKeys, is_last: bool) -> int:
         """Have all workers take calls of parallel modules, and return the number by which that ends."""
         self._number += 1
-        terms = Terms(self._number, keys.max_workers, can_stop=False, is_last=is_last, serves=True)
+        terms = Terms(
+            self._number,
+            keys.max_workers,
+            can_stop=False,
+            is_last=is_last,
+            serves=True,
+            goes_on=True,
+            rejoin=max(keys.timeouts.rejoin, SIGNS * beat_interval(keys.max_workers)),
+        )
         with self.reached.kept():
-            ray.get(self.channel.begin.remote(terms, [encoded(keys)]))
+            packed = encoded((keys, backend_of(keys, self.each.get("GPU", 0))))
+            ray.get(self.channel.begin.remote(terms, [packed]))
         return self._number
 
     def _packed(self, job: Job, claimed: "RunDir", rows: Mapping[str, int], faults: "Faults") -> list[Any]:
@@ -227,7 +239,6 @@ class StartedWorkers:
 
         if monitor.end.finished:
             self.take_end(monitor.end.finished)
-            self.is_mended |= any(interruption.survives for interruption in monitor.incidents.log.interruptions)
             if any(worker.is_stopped for worker in monitor.end.finished):
                 raise StopRequested("stopped as it was asked")
             return
@@ -256,6 +267,13 @@ class StartedWorkers:
         if cause is not None:
             return WorkerError(f"the workers could not be started: {why_failed(cause)}")
         return Error(str(failure or "the workers have ended"))
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether some were replaced alone, which Ray Train does not count among those of their node."""
+        with self.reached.kept():
+            found: bool = ray.get(self.channel.is_mended.remote())
+        return found
 
     @property
     def is_over(self) -> bool:
@@ -385,7 +403,7 @@ def launch(
             logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
         ),
         scaling=ElasticScalingPolicy(wanted, channel),
-        restarts=RestartPolicy(channel),
+        restarts=RestartPolicy(channel, keeps_idle=not each.get("GPU", 0)),
         start=StartReports(dict(keys.env), channel),
         is_own=is_own,
         is_first=is_first,

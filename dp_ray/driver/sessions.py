@@ -259,7 +259,7 @@ class SessionWorkers:
         """
         check_covered(job, self._keys, self.started.each)
         check_can_be_shipped(job)
-        self._renew(Console(job.run_name, options.quiet))
+        self._renew(Console(job.run_name, options.quiet), self.started.fits_mended(job))
         return job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
 
     def check_open(self) -> None:
@@ -319,8 +319,11 @@ class SessionWorkers:
             opening.callback(lambda: self.started.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
 
-    def _renew(self, console: Console) -> None:
-        """Start the workers anew if the next job would find there what it must not; a line says why."""
+    def _renew(self, console: Console, fits_mended: bool = True) -> None:
+        """Start the workers anew if the next job would find there what it must not; a line says why.
+
+        Without `fits_mended` it needs workers that were started together.
+        """
         is_fixed = self.at_a_time != 1 and connect.ships_callers_code()  # what was sent is what all sessions run
         edited = [] if is_fixed else self._sources.edited()
         if edited:
@@ -329,8 +332,8 @@ class SessionWorkers:
             why = f"the last job left {', '.join(self.started.remains)} behind"
         elif self.started.is_over:
             why = self.started.why_over
-        elif self.started.is_mended:
-            why = "one was replaced alone"
+        elif not fits_mended and self.started.is_mended:
+            why = "one was replaced alone, and this job needs workers that were started together"
         else:
             return
         if edited and not self._is_own and connect.ships_callers_code():

@@ -299,3 +299,100 @@ def test_who_dies_after_all_were_through_and_took_no_part_restarts_nobody(monkey
         assert await channel.survey(1, (0,)) is None
 
     played(play())
+
+
+async def started(**terms: Any) -> Channel:
+    """A channel of three idle workers, and then a job for them; none has asked yet for a view of it."""
+    channel = Channel()
+    idle = [await soon(channel.next_job(0, "group", member.slot, 3)) for member in (A, B, C)]
+    if "lost" in terms:
+        slots = terms.pop("lost")
+        assert await channel.survey(0, slots) == Loss((), 0)
+        await channel.lose(0, slots, "killed")
+    await channel.begin(Terms(1, 3, goes_on=True, **terms), ["job"])
+    assert [(await each)[0].number for each in idle] == [1] * 3  # type: ignore[index]
+    return channel
+
+
+def test_a_job_begins_with_those_that_live_and_takes_in_who_comes_for_the_one_lost_while_idle() -> None:
+    async def play() -> None:
+        channel = await started(lost=(1,))
+        assert await channel.is_mended()
+        views = await asyncio.gather(asks(channel, C), asks(channel, A))
+        assert views == [View(1, (A, C))] * 2
+        await channel.next_job(0, "group", 1, 3)
+        newcomer = await soon(asks(channel, NEW))
+        assert await beat(channel, A, 1) is Ask.LEAVE and not newcomer.done()
+        views = await asyncio.gather(asks(channel, C, 4), asks(channel, A, 4))
+        assert views == [await newcomer] * 2 and views[0] == View(2, (A, C, NEW))
+
+    played(play())
+
+
+def test_who_comes_before_the_others_have_asked_is_waited_for() -> None:
+    async def play() -> None:
+        channel = await started(lost=(1,))
+        await channel.next_job(0, "group", 1, 3)
+        first, second = await soon(asks(channel, NEW)), await soon(asks(channel, C))
+        assert not first.done() and not second.done()
+        assert await asks(channel, A) == await first == await second == View(1, (A, NEW, C))
+
+    played(play())
+
+
+def test_workers_that_must_be_all_wait_for_who_comes() -> None:
+    async def play() -> None:
+        channel = await started(lost=(1,), needs_all=True)
+        first, second = await soon(asks(channel, A)), await soon(asks(channel, C))
+        assert not first.done() and not second.done()
+        assert await asks(channel, NEW) == await first == await second
+
+    played(play())
+
+
+def test_workers_that_are_lost_before_the_first_view_are_not_waited_for() -> None:
+    async def play() -> None:
+        channel = await started()
+        first, second = await soon(asks(channel, A)), await soon(asks(channel, C))
+        assert not first.done() and not second.done()
+        assert await channel.survey(1, (1,)) == Loss((), 1)
+        await channel.lose(1, (1,), "killed")
+        assert await first == await second == View(1, (A, C))
+        assert await channel.survey(1, (0, 2)) is None, "nobody is left"
+
+    played(play())
+
+
+def test_idle_workers_of_whom_none_is_left_start_again_and_others_are_not_mended() -> None:
+    async def play() -> None:
+        channel = await started()
+        await channel.finish(1)
+        await channel.lose(0, (0,), "killed")
+        assert await channel.survey(0, (1,)) == Loss((), 0)
+        await channel.lose(0, (1,), "killed")
+        assert await channel.survey(0, (2,)) is None
+        await soon(channel.next_job(0, "another group", 0, 3))
+        assert not await channel.is_mended()
+
+    played(play())
+
+
+def test_those_that_serve_have_a_view_after_the_one_that_they_leave() -> None:
+    async def play() -> None:
+        channel = await started(serves=True)
+        coming = await soon(channel.view_after(1, "", 0))
+        await asyncio.gather(asks(channel, A), asks(channel, B), asks(channel, C))
+        assert await coming == ("group", View(1, (A, B, C)))
+        after = await soon(channel.view_after(1, "group", 1))
+        await channel.exclude(1, B.name, "it has ended")
+        assert await channel.gone(1, ["a", "b", "c"]) == {"b"}
+        assert await beat(channel, A, 1) is Ask.LEAVE_NOW and not after.done()
+        await asyncio.gather(asks(channel, A), asks(channel, C))
+        assert await after == ("group", View(2, (A, C)))
+        await channel.break_up(1)
+        assert await beat(channel, A, 2) is Ask.LEAVE_NOW
+        last = await soon(channel.view_after(1, "group", 2))
+        await channel.finish(1)
+        assert await last is None
+
+    played(play())

@@ -94,6 +94,8 @@ def test_the_fingerprint_tells_jobs_apart_by_what_can_change_the_result() -> Non
     spread = make(workers=2, shards=8, devices=["cpu", "cpu"], device_map="auto", timeouts={"step": 1, "capacity": 1})
     assert job.fingerprint() == spread.fingerprint()
     assert job.fingerprint() == make(workers=2, shards=8, outputs={"file_bytes": 1000}).fingerprint()
+    for then in ("go_on", "restart"):
+        assert job.fingerprint() == make(workers=2, shards=8, on_lost_worker=then).fingerprint()
     changes: list[dict[str, Any]] = [{"seed": 1}, {"batch_size": 31}, {"shards": 4}, {"order": "shuffled"}]
     assert len({make(**{"workers": 2, "shards": 8, **change}).fingerprint() for change in changes}) == len(changes)
     assert all(

@@ -73,8 +73,8 @@ class Fed:
 
     def __init__(self, tracker: FakeTracker, run: Storage, said: list[str] | None = None) -> None:
         self.run = run
-        theirs, self.ours = os.pipe()
-        self.stream = FileIO(theirs)
+        theirs, ours = os.pipe()
+        self.stream, self.ours = FileIO(theirs), FileIO(ours, "w")
         tell = (said if said is not None else []).append
         self.thread = threading.Thread(target=feeds.feed, args=("fake", run, tracker.connect, self.stream, tell))
         self.thread.start()
@@ -82,12 +82,12 @@ class Fed:
     def end(self, status: str = "done") -> None:
         metrics = {"loss": 0.5, "eval_outputs_digest": 1.0, "eval_right": None}
         RESULT_JSON.write(self.run, {"status": status, "metrics": metrics})
-        os.write(self.ours, feeds.ENDED)
+        self.ours.write(feeds.ENDED)
         self.thread.join(60)
         assert not self.thread.is_alive()
 
     def leave(self) -> None:
-        os.close(self.ours)
+        self.ours.close()
         self.thread.join(60)
         assert not self.thread.is_alive()
 
@@ -98,8 +98,7 @@ def made() -> Iterator[list[Fed]]:
     feeds: list[Fed] = []
     yield feeds
     for fed in feeds:
-        if fed.thread.is_alive():
-            fed.leave()
+        fed.leave()
         fed.stream.close()
 
 
