@@ -8,19 +8,21 @@ without a collective of its own. `StepControl` is the interface of a worker's lo
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
-from dp_ray.engine.step import Row
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import Error, ModelError
 from dp_ray.plan.split import worker_shards
 from dp_ray.system.threads import waiting
 from dp_ray.text import replay_command
+
+if TYPE_CHECKING:  # a heartbeat of a worker that serves modules needs no step
+    from dp_ray.engine.step import Row
 
 VOTES, MISSING = -2, -1  # the columns of the votes to stop, and of the samples set aside
 
@@ -49,7 +51,7 @@ class StepSums:
             self._cells = np.zeros(self._size)
             self.numbers = torch.from_numpy(self._cells)
 
-    def put(self, shard: int, row: Row) -> None:
+    def put(self, shard: int, row: "Row") -> None:
         """Set a shard's sums and weights."""
         if not self._is_on_gpu:
             self._cells[shard, :VOTES] = row

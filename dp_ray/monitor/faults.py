@@ -2,10 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError
-from dp_ray.job.job import Job
+
+if TYPE_CHECKING:  # a worker that serves modules needs no job
+    from dp_ray.job.job import Job
 
 _FAULT = re.compile(
     r"(?P<action>kill|pause|drain) (?P<what>worker|node|driver)(?: (?P<which>[\w.:]+?))?"
@@ -61,7 +64,7 @@ class Fault:
 Faults = tuple[Fault, ...]
 
 
-def faults_for(job: Job, text: str) -> Faults:
+def faults_for(job: "Job", text: str) -> Faults:
     """Parse the faults of `--inject`; also raises JobError if the job has no worker that one could hit."""
     faults = parse_faults(text)
     if faults and job.max_workers == 0:
@@ -72,7 +75,7 @@ def faults_for(job: Job, text: str) -> Faults:
     return faults
 
 
-def _why_never(job: Job, fault: Fault) -> str:
+def _why_never(job: "Job", fault: Fault) -> str:
     """Return why the part never comes for the worker of a fault; "" if it may come."""
     if fault.part != "forward" and job.task != "train":
         return f"a step of task {job.task} has no {fault.part}"
