@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
 import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from benchmarks.cluster import NUM_CPUS
 
 BATCH = 24
 MOST_IN_A_STEP = 16  # samples that one of two workers reads: two of three shards
@@ -91,8 +94,9 @@ def _report(replica: nn.Module, step: int, rank: int) -> None:
 
 
 def main() -> None:
-    """Train in a process of its own, on the Ray that runs on this host or else its own one."""
-    ticks, workers, steps = json.loads(sys.argv[1])
+    """Train in a process of its own, on the Ray at this address; `local` is one of its own."""
+    ticks, workers, steps, address = json.loads(sys.argv[1])
+    ray.init(address, num_cpus=NUM_CPUS if address == "local" else None, log_to_driver=False)
     run(Path(ticks), tuple(workers) if isinstance(workers, list) else workers, steps)
 
 

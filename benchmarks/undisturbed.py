@@ -17,12 +17,14 @@ from benchmarks.table import Row
 from benchmarks.train import free_port
 from benchmarks.training import job_of, joined
 from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
 from dp_ray.storage import Storage
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
 
-KEYS: dict[str, Any] = {"max_steps": 60, "checkpoint": {"every_seconds": None}}
+KEYS: dict[str, Any] = {"max_steps": 30, "checkpoint": {"every_seconds": None}}
 SHARE = 0.9  # of the steps that call a function so often at least; what comes by the clock is left out
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "reduce_scatter", "alltoall", "barrier", "send", "recv")
 WAITS = ("wait", "synchronize", "acquire", "sleep", "join", "item")
@@ -43,31 +45,36 @@ class Counted(StepControl):
 
 
 def measure() -> Iterator[Row]:
-    context = multiprocessing.get_context("spawn")
-    for bitwise in (False, True):
-        port = free_port()
-        ((ready, plain),) = in_processes(context, counting, [(rank, port, bitwise) for rank in range(2)])
-        what = "train: a step, undisturbed, 2 workers, ready to go on: own calls, collectives, waits"
-        mine, theirs = (", ".join(f"{found[kind]}" for kind in KINDS) for found in (ready, plain))
-        reached = all(ready[kind] <= plain[kind] for kind in KINDS)
-        yield Row(what + ", bitwise" * bitwise, mine, f"{theirs} restart", "", "none more", reached)
+    port = free_port()
+    arguments = [(rank, port) for rank in range(2)]
+    (found,) = in_processes(multiprocessing.get_context("spawn"), counting, arguments)
+    for which, (ready, plain) in zip(("", ", bitwise"), found, strict=True):
+        what = f"train: a step, undisturbed, 2 workers{which}, ready to go on: own calls, collectives, waits"
+        mine, theirs = (", ".join(f"{counts[kind]}" for kind in KINDS) for counts in (ready, plain))
+        yield Row(what, mine, f"{theirs} restart", "", "none more", all(ready[kind] <= plain[kind] for kind in KINDS))
 
 
-def counting(rank: int, port: int, bitwise: bool, told: Any) -> None:
+def counting(rank: int, port: int, told: Any) -> None:
     """One of the processes that train; rank 0 puts what it counts into `told`: ready to go on, and not."""
     world = joined(rank, port, 2)
-    job = job_of("linear", {**KEYS, "bitwise": bitwise}, world)
     found = []
-    for held in (None, Held(), None, Held()):  # the first two fill caches
-        control = Counted()
-        with TemporaryDirectory() as folder:
-            train(Context(job, world, Storage(folder), lambda _: None, control, held=held))
-        control.through()
-        found.append(by_kind(control.calls.of_a_step(SHARE)))
+    for bitwise in (False, True):
+        job = job_of("linear", {**KEYS, "bitwise": bitwise}, world)
+        counts_of(job, world, Held())  # fills caches
+        found.append((counts_of(job, world, Held()), counts_of(job, world, None)))
     if rank == 0:
-        told.put((found[3], found[2]))
+        told.put(found)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def counts_of(job: Job, world: World, held: Held | None) -> dict[str, int]:
+    """Train, and count; with `held` as where the others go on."""
+    control = Counted()
+    with TemporaryDirectory() as folder:
+        train(Context(job, world, Storage(folder), lambda _: None, control, held=held))
+    control.through()
+    return by_kind(control.calls.of_a_step(SHARE))
 
 
 def by_kind(calls: Counter[Call]) -> dict[str, int]:

@@ -339,9 +339,12 @@ class Channel:
                 self._membership.break_up()
                 self._changed.notify_all()
 
-    async def is_mended(self) -> bool:
-        """Return whether workers were replaced alone, which Ray Train does not count among those of their node."""
-        return self._is_mended
+    async def mended(self) -> tuple[bool, set[int]]:
+        """Return whether workers were replaced alone, and the slots of those in whose places there are none yet.
+
+        Ray Train does not count a worker that was replaced alone among those of its node.
+        """
+        return self._is_mended, self._lost
 
     async def ask(
         self, number: int, group: str, member: Member, progress: int, has_lost_peer: bool, expected: int

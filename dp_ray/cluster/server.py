@@ -99,14 +99,14 @@ def answer_all(served: Served, view: int, error: Error | None = None) -> bool | 
             if isinstance(asked, LeaveView):
                 answer.put((framed(None), None))
                 return is_broken
-            if isinstance(error, JobError):
+            if isinstance(asked, HasFormed) and not isinstance(error, JobError):
+                given = (
+                    f"a worker is in another view than {asked.view}" if asked.view != view else error and str(error)
+                )
+            elif error is not None:
                 raise error
-            if not isinstance(asked, HasFormed):
-                given = served.answer(asked)
-            elif asked.view != view:
-                given = f"a worker is in view {view}, not in {asked.view}"
             else:
-                given = error and str(error)
+                given = served.answer(asked)
             is_broken |= isinstance(given, PeerLost)
             answer.put((framed(given), None))
         except Exception as raised:

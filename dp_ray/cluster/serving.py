@@ -19,6 +19,7 @@ from ray.cloudpickle import CloudPickler
 from ray.exceptions import RayActorError, RayError
 
 from dp_ray.cluster.channel import receive
+from dp_ray.cluster.internals.train import why_failed
 from dp_ray.cluster.resources import resources_text
 from dp_ray.cluster.serving_messages import HasFormed, LeaveView, Serves, framed, unframed
 from dp_ray.errors import ClusterError, Error
@@ -297,8 +298,7 @@ class RayServing:
                 try:
                     answers[member] = unframed(ray.get(reference))
                 except RayActorError as error:
-                    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                    answers[member] = self._lose(member, " ".join(lines[:2]))
+                    answers[member] = self._lose(member, why_failed(error))
                 except RayError as error:
                     cause = getattr(error, "cause", None)  # of RayTaskError: what was raised there
                     failures.append(cause if isinstance(cause, Exception) else error)

@@ -199,9 +199,17 @@ class StartedWorkers:
             raise
         self._check_end(monitor)
 
-    def fits_mended(self, job: Job) -> bool:
-        """Return whether a job can run where workers were replaced alone."""
-        return job.max_workers == 1 or not why_restarts(job, self.each.get("GPU", 0))
+    def why_anew(self, job: Job) -> str:
+        """Say why a job needs workers that are started anew, since some were lost; "" if it does not."""
+        if not self._number:
+            return ""  # they are about to start
+        with self.reached.kept():
+            is_mended, lost = ray.get(self.channel.mended.remote())
+        if lost.issuperset(range(job.max_workers)):
+            return "those that the job takes are lost"
+        if is_mended and job.max_workers > 1 and why_restarts(job, self.each.get("GPU", 0)):
+            return "one was replaced alone, and this job needs workers that were started together"
+        return ""
 
     def begin_serving(self, keys: WorkerKeys, is_last: bool) -> int:
         """Have all workers take calls of parallel modules, and return the number by which that ends."""
@@ -267,13 +275,6 @@ class StartedWorkers:
         if cause is not None:
             return WorkerError(f"the workers could not be started: {why_failed(cause)}")
         return Error(str(failure or "the workers have ended"))
-
-    @property
-    def is_mended(self) -> bool:
-        """Whether some were replaced alone, which Ray Train does not count among those of their node."""
-        with self.reached.kept():
-            found: bool = ray.get(self.channel.is_mended.remote())
-        return found
 
     @property
     def is_over(self) -> bool:

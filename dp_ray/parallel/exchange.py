@@ -323,10 +323,10 @@ class Exchange:
                     member.loaded.pop(module_number, None)
         syncs = {}
         for rank, (member, has) in enumerate(zip(members, had, strict=True)):
-            whole: wire.Whole | None = None
+            whole: wire.WholeModule | None = None
             if base is None or has is not base:
                 elements = base.flat(base.changed_since(None)) if base is not None and base.tensors else None
-                whole = wire.Whole(version.structure, elements)
+                whole = wire.WholeModule(version.structure, elements)
             data = version.flat(changed) if changed and rank == 0 else None
             syncs[member] = wire.Sync(self.module_number, whole, changed, data, dropped, closed)
         return syncs

@@ -98,7 +98,7 @@ def owned(given: Packed, device: torch.device) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
 
 
-class Whole(NamedTuple):
+class WholeModule(NamedTuple):
     """A module as most workers have it, for one that has it not; without `data` if none has it."""
 
     structure: Structure
@@ -115,7 +115,7 @@ class Sync:
     """
 
     module_number: int
-    whole: Whole | None = None
+    whole: WholeModule | None = None
     changed: tuple[int, ...] = ()
     data: Bytes | None = None
     dropped: tuple[int, ...] = ()  # numbers of calls of this module

@@ -112,7 +112,7 @@ def test_a_job_from_python_takes_objects() -> None:
     data = [1, 2, 3]
     job = Job.make({"model": len, "dataset": data, "batch_size": 2}, "x")
     assert job.dataset is data
-    assert job.describe()["model"] == {"target": "<builtins:len>", "args": {}}
+    assert job.describe()["model"] == {"target": "builtins:len", "args": {}}
     assert job.describe()["dataset"] == "<builtins:list>"
 
 
