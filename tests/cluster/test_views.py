@@ -310,7 +310,7 @@ async def started(**terms: Any) -> Channel:
         assert await channel.survey(0, slots) == Loss((), 0)
         await channel.lose(0, slots, "killed")
     await channel.begin(Terms(1, 3, goes_on=True, **terms), ["job"])
-    assert [(await each)[0].number for each in idle] == [1] * 3  # type: ignore[index]
+    assert [(await each)[0].number for each in idle] == [1] * 3
     return channel
 
 
@@ -319,12 +319,12 @@ def test_a_job_begins_with_those_that_live_and_takes_in_who_comes_for_the_one_lo
         channel = await started(lost=(1,))
         assert await channel.mended() == (True, {1})
         views = await asyncio.gather(asks(channel, C), asks(channel, A))
-        assert views == [View(1, (A, C))] * 2
+        assert list(views) == [View(1, (A, C))] * 2
         await channel.next_job(0, "group", 1, 3)
         newcomer = await soon(asks(channel, NEW))
         assert await beat(channel, A, 1) is Ask.LEAVE and not newcomer.done()
         views = await asyncio.gather(asks(channel, C, 4), asks(channel, A, 4))
-        assert views == [await newcomer] * 2 and views[0] == View(2, (A, C, NEW))
+        assert list(views) == [await newcomer] * 2 and views[0] == View(2, (A, C, NEW))
 
     played(play())
 

@@ -53,7 +53,7 @@ def assert_same(folder: Path, expected: Path) -> None:
 def test_one_of_three_is_killed(tmp_path: Path, slot: int) -> None:
     expected = undisturbed(tmp_path)
     told = run_surviving(made(workers=3), tmp_path / "run", [Fault(slot, 7)])
-    assert told.views == [[0, 1, 2], [one for one in (0, 1, 2) if one != slot]]
+    assert told.groups == [[0, 1, 2], [one for one in (0, 1, 2) if one != slot]]
     assert_same(tmp_path / "run", expected)
 
 
@@ -64,7 +64,7 @@ def test_a_worker_is_killed_in_a_part_of_a_step(tmp_path: Path, part: str, slot:
     job = made("conv", workers=3)
     step = {"weights": 14, "evaluation": 7}.get(part, 9)
     told = run_surviving(job, tmp_path / "run", [Fault(slot, step, part)])
-    assert len(told.views) == (1 if part == "checkpoint" and slot == 1 else 2)
+    assert len(told.groups) == (1 if part == "checkpoint" and slot == 1 else 2)
     assert_same(tmp_path / "run", expected)
 
 
@@ -170,7 +170,7 @@ def test_a_sharded_prediction_goes_on(tmp_path: Path, fault: Fault) -> None:
 def test_another_is_lost_while_the_survivors_level(tmp_path: Path, second: Fault) -> None:
     expected = undisturbed(tmp_path)
     told = run_surviving(made(workers=4), tmp_path / "run", [Fault(1, 7, "exchange"), second])
-    assert told.views[-1] == [slot for slot in (0, 2, 3) if slot != second.slot] and len(told.views) == 3
+    assert told.views[-1] == [slot for slot in (0, 2, 3) if slot != second.slot] and len(told.groups) == 3
     assert_same(tmp_path / "run", expected)
 
 
@@ -213,7 +213,7 @@ def test_the_others_leave_a_worker_that_is_stopped_and_closes_nothing(
     model = "mlp" if "strategy" in keys else "conv"
     expected = undisturbed(tmp_path, model, **keys)
     told = run_surviving(made(model, workers=3, **keys), tmp_path / "run", [fault])
-    assert told.views == [[0, 1, 2], [slot for slot in range(3) if slot != fault.slot]]
+    assert told.groups == [[0, 1, 2], [slot for slot in range(3) if slot != fault.slot]]
     if keys.get("bitwise", True):
         assert_same(tmp_path / "run", expected)
 
@@ -222,7 +222,7 @@ def test_the_last_of_three_goes_on_alone(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path)
     faults = [Fault(0, 3, "exchange"), Fault(1, 8, "exchange")]
     told = run_surviving(made(workers=3), tmp_path / "run", faults)
-    assert told.views == [[0, 1, 2], [1, 2], [2]]
+    assert told.groups == [[0, 1, 2], [1, 2], [2]]
     assert_same(tmp_path / "run", expected)
 
 
