@@ -288,7 +288,7 @@ class Exchange:
         for member, answer in self.workers.serving.ask(messages).items():
             if isinstance(answer, list) or (isinstance(answer, wire.Raised) and answer.has_module):
                 member.loaded[self.module_number] = call.version
-            else:
+            elif not isinstance(answer, wire.PeerLost):  # it has taken nothing in
                 member.loaded.pop(self.module_number, None)
             if isinstance(answer, wire.Lost):
                 call.lost = answer.why
