@@ -64,8 +64,9 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
     `job` is a Job, the path of a job file, or None. Keywords set or override the job's keys, with Python objects in
     place of targets. `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose` are the command line's flags
-    of the same name. A run of Python objects needs `resume=True` to be resumed: objects cannot be compared, so the
-    caller says that they are the same. Without a `name`, a run from Python is named by its time.
+    of the same name. A class or function of a module is the same as its name. A run of other Python objects needs
+    `resume=True` to be resumed: they cannot be compared, so the caller says that they are the same. Without a `name`,
+    a run from Python is named by its time.
     Raises an Error of dp_ray.errors, and RunInterrupted if a signal (SIGINT, SIGTERM, SIGUSR2) or `dp-ray stop`
     stopped the run. The `exit_status` of either is what the program should end with, for its launcher.
 

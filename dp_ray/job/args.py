@@ -79,7 +79,9 @@ def _plain(value: Any, path: str, unknown: list[str], around: frozenset[int]) ->
         return {"(set)": sorted((_plain(item, path, unknown, around) for item in value), key=_text)}
     if (parts := _parts(value)) is not None:
         return {key: _plain(item, inner_path(path, key), unknown, around) for key, item in parts.items()}
-    text = _in_full(value) or _name(value) or _array(value) or _tensor(value) or _by_state(value, around)
+    name = found_name(value)
+    text = _in_full(value) or (name and f"(named) {name}") or _array(value) or _tensor(value)
+    text = text or _by_state(value, around)
     if text is None:
         unknown.append(path)
         return f"<{type(value).__module__}:{type(value).__qualname__}>"
@@ -128,16 +130,19 @@ def _in_full(value: Any) -> str | None:
     return str(value) if torch is not None and isinstance(value, torch.dtype | torch.device) else None
 
 
-def _name(value: Any) -> str | None:
-    """Return `module:name` of a class or function that is found there; those of a script or a cell may be edited."""
+def found_name(value: Any) -> str | None:
+    """Return `module:name` of a class or function that an import finds there; None of any other.
+
+    What a script or a cell defines stands in `__main__`, which is another module in another process.
+    """
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return None
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     attribute: Any = sys.modules.get(module or "")
     for part in (name or "").split("."):
         attribute = getattr(attribute, part, None)
-    is_found = attribute is not None and module != "__main__" and attribute == value
-    return f"(named) {module}:{name}" if is_found else None
+    is_found = attribute is not None and module not in ("__main__", "__mp_main__") and attribute == value
+    return f"{module}:{name}" if is_found else None
 
 
 def _array(value: Any) -> str | None:
@@ -183,11 +188,11 @@ def _by_state(value: Any, around: frozenset[int]) -> str | None:
     """Return a digest of the state that pickle sees of an object of a plain Python class; None of all others."""
     kind, unknown = type(value), list[str]()
     reduces_itself = any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
-    if reduces_itself or not hasattr(value, "__dict__") or (name := _name(kind)) is None:
+    if reduces_itself or not hasattr(value, "__dict__") or (name := found_name(kind)) is None:
         return None
     try:
         reduced: Any = object.__reduce_ex__(value, 2)  # raises TypeError if Python does not show all of its state
         state = _text(hide_in(_plain(reduced[2], "", unknown, around)))
     except Exception:  # it holds itself, or what no file can hold; or its own __getstate__ raises
         return None
-    return None if unknown else f"{name.replace('named', 'object', 1)} {_digest(state.encode())}"
+    return None if unknown else f"(object) {name} {_digest(state.encode())}"

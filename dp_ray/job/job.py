@@ -15,6 +15,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import (
     Eval,
+    Form,
     JobKeys,
     NamedEval,
     Scheduler,
@@ -241,11 +242,6 @@ class Job(MeasuringKeys):
             yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
     @property
-    def why_restarts(self) -> str:
-        """The key with which `on_lost_worker: go_on` cannot be done, so that all workers restart; "" without one."""
-        return "shards: auto" if self.finds_shards else ""
-
-    @property
     def why_reads(self) -> str:
         """The key with which survivors of a lost worker hold no model, but read the newest checkpoint; "" without.
 
@@ -255,15 +251,10 @@ class Job(MeasuringKeys):
         keys = {"strategy: fsdp": self.is_sharded, "loop": self.task == "train" and self.loop is not None}
         return next((key for key, is_set in keys.items() if is_set), "")
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the survivors of a lost worker go on in their processes."""
-        return self.on_lost_worker == "go_on" and not self.why_restarts
-
     def _of_devices(self) -> Iterator[str]:
         """Yield keys of devices that contradict each other."""
         if self.on_lost_worker == "go_on" and self.asks_for_gpus:
-            yield "on_lost_worker: go_on is not built for GPUs yet; take restart, which is the default"
+            yield "on_lost_worker: go_on is not built for GPUs yet; take restart, which is the default there"
         gpus = self.gpus_per_worker
         if gpus != "auto" and gpus > 1 and gpus != int(gpus):
             yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"
@@ -428,7 +419,7 @@ class Job(MeasuringKeys):
         for key, target in self.targets.items():
             if target is None or key.startswith("hooks."):
                 continue
-            if isinstance(target, Target) and target.is_named:
+            if isinstance(target, Target) and target.is_told:
                 paths += [f"{key}.{path}" for path in target.untold]
             else:
                 paths.append(key)
@@ -451,16 +442,16 @@ class Job(MeasuringKeys):
         except ValidationError as error:
             raise JobError("\n".join(explain(error, named.get("workers")))) from None
 
-    def describe(self, as_objects: bool = False) -> dict[str, Any]:
-        """Return the job as plain JSON values, without secrets; an object from Python is shown as its type.
+    def describe(self, form: Form = "now") -> dict[str, Any]:
+        """Return the job as plain JSON values, without secrets, as this version or an earlier one.
 
-        `as_objects` leaves the args of targets as they are, which earlier versions kept by their text.
+        An object from Python that no import finds is shown as its type.
         """
-        hidden: dict[str, Any] = hide_in(self._with_secrets(as_objects))
+        hidden: dict[str, Any] = hide_in(self._with_secrets(form))
         return hidden
 
-    def _with_secrets(self, as_objects: bool) -> dict[str, Any]:
-        described = functools.partial(describe_target, as_objects=as_objects)
+    def _with_secrets(self, form: Form) -> dict[str, Any]:
+        described = functools.partial(describe_target, form=form)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
         evals = {name: _described_eval(keys, described(keys.dataset)) for name, keys in self.evaluations}
@@ -502,11 +493,12 @@ class Job(MeasuringKeys):
     def has_fingerprint(self, fingerprint: str | None) -> bool:
         """Return whether a run or checkpoint with this fingerprint is of this job.
 
-        Versions before 0.2 hid less, hashed the text of args that are no plain values, and at first the lengths too.
+        Version 0.2 hashed the types of all Python objects. Those before it also hid less, hashed the text of args
+        that are no plain values, and at first the lengths too.
         """
-        if fingerprint == self.fingerprint():
+        if fingerprint in (self.fingerprint(), self._hash(self.describe("0.2"), False)):
             return True
-        before = hide_in_as_before(self._with_secrets(as_objects=True))
+        before = hide_in_as_before(self._with_secrets("0.1"))
         return fingerprint in (self._hash(before, False), self._hash(before, True))
 
 

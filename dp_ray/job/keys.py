@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -27,9 +27,13 @@ from pydantic import (
     model_validator,
 )
 
-from dp_ray.job.args import DescribedArgs, describe_args
+from dp_ray.job.args import DescribedArgs, describe_args, found_name
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+# Whose form a description of a job has: this version's, or that of earlier ones, as their runs keep it.
+Form = Literal["now", "0.2", "0.1"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 TargetText = Annotated[str, Field(pattern=f"^{TARGET.pattern}$")]
 
@@ -53,6 +57,7 @@ class Target(Strict):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keywords with which the target is called."""
     _described: DescribedArgs = PrivateAttr()
+    _found: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -74,6 +79,9 @@ class Target(Strict):
             self._described = describe_args(told)
         except RecursionError:
             raise ValueError("args: must be plain YAML values, got some that are nested too deeply") from None
+        # Once, on the driver: a worker that got the class by its code does not find it by its name.
+        found = None if isinstance(self.target, str) else found_name(self.target)
+        self._found = found if found is not None and TARGET.fullmatch(found) else None
         return self
 
     @property
@@ -85,6 +93,11 @@ class Target(Strict):
     def is_named(self) -> bool:
         """Whether it is a name, not a class or function from Python."""
         return isinstance(self.target, str)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a file tells it: by its name, or as a class or function that an import finds under its name."""
+        return self.is_named or self._found is not None
 
     @property
     def label(self) -> str:
@@ -141,19 +154,20 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
 Targeted = Annotated[Any, target_parser(Target)]
 
 
-def describe_target(value: Any, as_objects: bool = False) -> Any:
-    """Return a target as plain JSON values; an object from Python is shown as its type.
+def describe_target(value: Any, form: Form = "now") -> Any:
+    """Return a target as plain JSON values; an object from Python that no import finds is shown as its type.
 
-    `as_objects` leaves the args as they are, which earlier versions kept by their text.
+    Version 0.2 showed every class and function so, and 0.1 also kept args by their text.
     """
     if value is None:
         return None
     if not isinstance(value, Target):
         return f"<{_qualified(value)}>"
     rest = value._described.values
-    if as_objects:
+    if form == "0.1":
         rest = value.model_dump(include=set(rest))
-    return {"target": value.label if value.is_named else f"<{value.label}>", **rest}
+    is_told = value.is_told if form == "now" else value.is_named
+    return {"target": value.label if is_told else f"<{value.label}>", **rest}
 
 
 class Compared(Target):
@@ -339,7 +353,7 @@ class Timeouts(Strict):
     capacity: PositiveFloat | None = 600
     """Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no limit."""
     rejoin: Annotated[float, Field(ge=3)] = 10
-    """With `on_lost_worker: go_on`, seconds without a sign of a worker, after which the others go on without it."""
+    """Where survivors go on, seconds without a sign of a worker, after which they go on without it."""
 
 
 def _blocks(value: Any) -> Any:
@@ -837,10 +851,11 @@ class JobKeys(WorkerKeys, WorkKeys):
 
     outputs: Outputs = Outputs()
     """predict only: what is kept of the outputs, and how it is written."""
-    on_lost_worker: Literal["go_on", "restart"] = "restart"
+    on_lost_worker: Literal["go_on", "restart"] | None = None
     """What the others do where a worker is lost. go_on: they run the step in flight at once, from memory, and another
     worker comes in the place of the lost one. With `loop` or `strategy: fsdp` they read the newest checkpoint. It is
-    for CPUs alone. With `shards: auto` all restart. restart: all workers start again from the newest checkpoint."""
+    for CPUs alone. restart: all workers start again from the newest checkpoint. Default: go_on on CPUs, restart on
+    GPUs and with `shards: auto`."""
     retries: NonNegativeInt = 3
     """How many times all workers are started again, after a loss, a hang or an error that may pass, before the job
     fails."""

@@ -226,6 +226,9 @@ def claim(
     # 2. The last driver's result must not pass for this one's. The run is unfinished, and the next driver resumes it.
     if isinstance(decision, Resume):
         run.delete(RESULT)
+        if not files.holds_work(run):  # it begins anew, with the files of its datasets as they are now
+            for name in filter(files.OF_DATASETS.fullmatch, run.entries()):
+                run.delete(name)
     # 3. A run that had kept nothing is removed. A part of its traces may be left: without a run.json, the next driver
     # refuses to touch them.
     if decision == Replace(is_asked=False):

@@ -61,10 +61,11 @@ TRACES = frozenset(
         *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
         *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
         *("fetched.json", LAST_END),
-        *("flight_recorder", "recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
+        *("flight_recorder", "recent.parquet", "tensorboard", "trackers", "files"),
     )
 )
-REFERENCES = re.compile(r"reference-of-eval\.([\w-]+\.)?dataset\.json")  # one more of these for each evaluation
+# What the first attempt keeps of each dataset, also of those of evaluations: its files, and the form of its items.
+OF_DATASETS = re.compile(r"(files|reference)-of-(eval\.([\w-]+\.)?)?dataset\.json")
 ABOUT = "about.json"
 PACKAGES = ("torch", "ray", "numpy", "pyarrow", "torchvision", "transformers")
 KEPT = 20  # drivers of a run that was resumed often, and attempts
@@ -171,7 +172,7 @@ def has_kept_nothing(run: Storage) -> bool:
     """Return whether a run failed, or was interrupted, before it kept a step: then another job may take its place."""
     if RESULT_JSON.read(run).get("status") not in ("failed", "interrupted"):
         return False
-    return all(name in TRACES or REFERENCES.fullmatch(name) for name in run.entries())
+    return all(name in TRACES or OF_DATASETS.fullmatch(name) for name in run.entries())
 
 
 def replacing(run: Storage) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dp_ray.job.files import differences
 from dp_ray.job.job import AS_BEFORE, Job, that_count
-from dp_ray.job.keys import Elastic
+from dp_ray.job.keys import FORMS, Elastic
 from dp_ray.rundir.files import RUN_JSON, has_kept_nothing, is_finished
 from dp_ray.storage import Storage, located
 from dp_ray.text import SHOWN
@@ -78,7 +78,7 @@ def other_job(claimed: Mapping[str, Any], job: Job) -> str:
         return ""
     there, before = that_count(claimed.get("job", {})), dict(AS_BEFORE)
     lists = []
-    for described in (job.describe(), job.describe(as_objects=True)):  # as this version and earlier ones write args
+    for described in map(job.describe, FORMS):
         here = json.loads(json.dumps(that_count(described), default=str))
         lists.append(list(differences({key: there.get(key, before.get(key)) for key in here}, here)))
     shortest = min(lists, key=len)

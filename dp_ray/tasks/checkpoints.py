@@ -71,7 +71,7 @@ class PieceKeeper:
         self._before = before  # called in the writer's thread, before a checkpoint counts
         self._trainer, self._train_state = training.trainer, training.state
         self._writer = writer
-        self._first = self._saved = training.state.step
+        self._first = self._saved = training.state.finished
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         """Save this worker's piece if rank 0 saves a checkpoint."""
@@ -121,7 +121,7 @@ class Checkpointer(PieceKeeper):
         extra = ["epoch_loss", *job.eval_names]
         pieces, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
         self._history = History(
-            pieces, split, trainer.measured, extra, train_state.step, context.send, mixture=mixture
+            pieces, split, trainer.measured, extra, train_state.finished, context.send, mixture=mixture
         )
         if context.held is not None:
             context.held.look(run)
@@ -392,9 +392,9 @@ def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice:
         raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")
 
 
-def updates_of(job: Job, as_objects: bool = False) -> UpdateKeys:
-    """Return the job's optimizer and scheduler; a checkpoint stores them. `as_objects` is that of `Job.describe`."""
-    described = job.describe(as_objects)
+def updates_of(job: Job, form: keys.Form = "now") -> UpdateKeys:
+    """Return the job's optimizer and scheduler; a checkpoint stores them. `form` is that of `Job.describe`."""
+    described = job.describe(form)
     kept: UpdateKeys = json.loads(
         json.dumps({key: described[key] for key in ("optimizer", "scheduler")}, default=str)
     )
@@ -407,7 +407,7 @@ def check_updates(what: str, there: UpdateKeys | None, job: Job, advice: str) ->
     Raises JobError if the optimizers differ, or one side alone has a scheduler: the checkpoint's state would replace
     the job's, learning rate and all.
     """
-    if there is None or same(there, updates_of(job, as_objects=True)):  # as an earlier version told them
+    if there is None or any(same(there, updates_of(job, form)) for form in keys.FORMS):
         return None
     here = updates_of(job)
     changed = ", ".join(differences(there, here))

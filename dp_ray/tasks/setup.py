@@ -22,6 +22,7 @@ from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_order, mixture_of
 from dp_ray.messages import Note, Send
 from dp_ray.records import Record
+from dp_ray.rundir.files import replacing
 from dp_ray.rundir.quarantine import QuarantineFiles, forget_unkept
 from dp_ray.rundir.start import NEW_HEAD, describe_start, read_start
 from dp_ray.storage import Storage
@@ -107,7 +108,7 @@ def check_unchanged(context: Context, key: str, dataset: Any) -> None:
     changes = _changes(there, pins) if there else []
     if changes:
         says = f"its files changed since the run began: {listed(changes)}"
-        raise DataError(f"{key}: {says}; put them back, or start a run of another name")
+        raise DataError(f"{key}: {says}; put them back, or start anew {replacing(run)}")
     is_of_retry = None in there.values()
     if is_of_retry:
         gathered(None)  # all have read what rank 0 replaces now

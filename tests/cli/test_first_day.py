@@ -105,7 +105,7 @@ def test_the_first_day(folder: Path) -> None:
     done_in_a_fork(folder, forked.python_script, "code.py")
 
     day: list[Any] = [forked.python_script, "day.py"]
-    assert stopped_at_its_first_checkpoint(folder, "python", 1, *day) == "run it again with resume=True"
+    assert stopped_at_its_first_checkpoint(folder, "python", 1, *day) == "run the same command"
     printed = done_in_a_fork(folder, *day)
     assert result_of(folder, "python")["weights_sha256"] == result_of(folder, "stopped")["weights_sha256"]
     best, accuracy, size = printed.splitlines()[0].split(" ", 2)

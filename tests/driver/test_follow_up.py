@@ -153,7 +153,7 @@ def test_an_unfinished_one_goes_on_under_its_name(run_dir: Path, monkeypatch: py
             "model was given as a Python object (<torch.nn.modules.container:Sequential>)",
         ),
         ({"task": "evaluate"}, [], "is a run of task evaluate, not of a training"),
-        ({"outputs": {"after": training.mlp}}, [], "outputs.after was given as a Python object (<tests.support.tr"),
+        ({"outputs": {"after": lambda found: found}}, [], "outputs.after was given as a Python object (<tests.dri"),
     ],
 )
 def test_what_cannot_be_is_told(
@@ -167,6 +167,18 @@ def test_what_cannot_be_is_told(
     dp_ray.run(**{**FILE, "workers": 0, "storage": str(tmp_path), "name": "trained", "quiet": True, **changes})
     assert follow(monkeypatch, "predict", tmp_path / "trained", *args) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_training_of_classes_is_followed_as_that_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"model": training.mlp, "dataset": training.Pairs, "loss": torch.nn.CrossEntropyLoss}
+    keys = {**FILE, **given, "eval": {"dataset": training.Pairs}, "metrics": {"right": training.right}}
+    run = dp_ray.run(**{**keys, "workers": 0, "storage": str(tmp_path), "name": "trained", "quiet": True})
+    for task in ("predict", "evaluate"):
+        assert follow(monkeypatch, task, tmp_path / "trained") == 0
+    assert dp_ray.load(tmp_path / "trained-evaluate").metrics["right"] == run.metrics["eval_right"]
+    assert dp_ray.load(tmp_path / "trained-predict").rows == 101
 
 
 def test_a_folder_that_is_no_run_is_told(

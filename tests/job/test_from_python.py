@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,11 @@ class Net(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.layers(inputs)
         return logits
+
+    @classmethod
+    def joined(cls, items: list[Any]) -> Any:
+        """A shard's items as a batch."""
+        return torch.utils.data.default_collate(items)
 
 
 def accuracy(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -208,12 +214,70 @@ def test_mistakes_are_named(tmp_path: Path, keys: dict[str, Any], says: str) -> 
         run(tmp_path, "run", **given)
 
 
-def test_a_job_of_classes_is_told_from_one_of_names(tmp_path: Path) -> None:
-    job = Job.make({**FILE, "model": Net}, "job")
-    assert not job.is_all_targets
-    assert job.describe()["model"] == {"target": "<tests.job.test_from_python:Net>", "args": {}}
+def test_a_job_of_classes_and_functions_that_an_import_finds_is_that_of_their_names() -> None:
+    here = "tests.job.test_from_python"
+    names = {
+        "model": target(f"{here}:Net", width=5),
+        "dataset": target("tests.support.training:Pairs", length=40),
+        "loss": target("torch.nn.functional:cross_entropy", label_smoothing=0.1),
+        "optimizer": target("torch.optim.adam:Adam", lr=0.02),
+        "metrics": {"right": f"{here}:accuracy"},
+        "collate": f"{here}:Net.joined",
+    }
+    given = {
+        "model": {"target": Net, "args": {"width": 5}},
+        "dataset": functools.partial(training.Pairs, 40),
+        "loss": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1),
+        "optimizer": {"target": torch.optim.Adam, "args": {"lr": 0.02}},
+        "metrics": {"right": accuracy},
+        "collate": Net.joined,
+    }
+    by_name, job = (Job.make({"task": "train", "batch_size": 10, **keys}, "job") for keys in (names, given))
+    assert job.is_all_targets and job.describe() == by_name.describe()
+    assert job.fingerprint() == by_name.fingerprint()
+    sent = pickle.loads(pickle.dumps(job))
+    assert sent.is_all_targets and sent.fingerprint() == job.fingerprint()
+    assert not Job.make({**FILE, "model": Net}, "job").has_fingerprint(Job.make(FILE, "job").fingerprint())
     again = Job.make({**dict(job), "model_args": {"width": 2}}, "job")
-    assert again.describe()["model"] == {"target": "<tests.job.test_from_python:Net>", "args": {"width": 2}}
+    assert again.describe()["model"] == target(f"{here}:Net", width=2)
+
+
+def in_a_script() -> Any:
+    """A class as a script or a notebook defines it."""
+    return type("Net", (Net,), {"__module__": "__main__"})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda: Net(), "tests.job.test_from_python:<lambda>"),
+        (in_a_script(), "__main__:Net"),
+        (type("Accuracy", (), {"__module__": __name__, "__qualname__": "accuracy"}), f"{__name__}:accuracy"),
+        (Net(5).double, "torch.nn.modules.module:Module.double"),
+        (functools.partial(accuracy, 1), "functools:partial"),
+        (type("Odd", (), {"__module__": "no such module"}), "no such module:Odd"),
+    ],
+    ids=["a lambda", "of a script", "hidden by another", "a method of an object", "a partial", "of no module"],
+)
+def test_what_no_import_finds_is_shown_as_its_type(given: Any, told: str) -> None:
+    job = Job.make({**FILE, "model": given}, "job")
+    assert job.untold == ["model"] and job.describe()["model"] == {"target": f"<{told}>", "args": {}}
+
+
+def test_an_object_is_shown_as_its_type() -> None:
+    job = Job.make({**FILE, "model": Net()}, "job")
+    assert job.untold == ["model"] and job.describe()["model"] == "<tests.job.test_from_python:Net>"
+
+
+def test_a_run_of_classes_goes_on_as_that_of_their_names_does(tmp_path: Path) -> None:
+    keys = {"dataset": training.Pairs, "loss": nn.CrossEntropyLoss, "optimizer": torch.optim.SGD}
+    first = run(tmp_path, "run", model=Net, **keys)
+    assert run(tmp_path, "run", model=Net, **keys, epochs=2).total_steps == 2 * first.total_steps
+    named = {"model": f"{__name__}:Net", "dataset": "tests.support.training:Pairs"}
+    named |= {"loss": "torch.nn.modules.loss:CrossEntropyLoss", "optimizer": "torch.optim.sgd:SGD"}
+    assert run(tmp_path, "run", **named, epochs=3).total_steps == 3 * first.total_steps
+    with pytest.raises(JobError, match=r"model.target: 'tests\.job\..*:Net' there, '<__main__:Net>' here"):
+        run(tmp_path, "run", model=in_a_script(), **keys, epochs=3)
 
 
 def test_runs_in_threads_give_what_each_gives_alone_and_leave_the_process_as_it_was(tmp_path: Path) -> None:

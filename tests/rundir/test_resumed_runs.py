@@ -255,3 +255,61 @@ def test_python_objects_resume_if_the_caller_says_so(tmp_path: Path) -> None:
 def test_a_checkpoint_as_resume_is_answered_as_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="resume: is no key of a job; here it is init_from"):
         dp_ray.run(**of_objects(tmp_path, Breaks()), resume="checkpoint.pt")
+
+
+class First(nn.Module):
+    """A column, [rows], times a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, column: torch.Tensor) -> torch.Tensor:
+        return self.weight * column
+
+
+def table(path: Path, *bad: int) -> None:
+    """A table of the numbers 0 to 39, of which some are no numbers."""
+    path.write_text("x,y\n" + "".join(f"{'none' if row in bad else f'{row}.0'},{row}.0\n" for row in range(40)))
+
+
+def of_a_table(folder: Path, **keys: Any) -> dict[str, Any]:
+    csv = {"target": "dp_ray.data:Csv", "args": {"paths": str(folder / "table.csv"), "decode": {"x": float}}}
+    given = {"model": First, "dataset": csv, "inputs": ["x"], "batch_size": 10, "workers": 0, "quiet": True}
+    return {**given, "storage": str(folder), "name": "run", **keys}
+
+
+SQUARES = {"task": "train", "loss": nn.MSELoss, "target": "y", "optimizer": torch.optim.SGD}
+
+
+@pytest.mark.parametrize("keys", [{}, {"on_error": {"quarantine": 1}}, SQUARES], ids=["", "set aside", "a training"])
+def test_a_run_that_kept_no_step_begins_anew_with_mended_files(tmp_path: Path, keys: dict[str, Any]) -> None:
+    table(tmp_path / "table.csv", 3, 4)
+    with pytest.raises(DataError, match="'x' cannot be decoded"):
+        dp_ray.run(**of_a_table(tmp_path, **keys))
+    table(tmp_path / "table.csv")
+    result = dp_ray.run(**of_a_table(tmp_path, **keys))
+    assert (result.rows, result.quarantined, result.total_steps) == (40, 0, 4)
+    assert result.interruptions[0]["resumed_step"] == 0
+    if result.task == "predict":
+        assert result.outputs.tolist() == list(range(40))
+
+
+def test_another_job_takes_the_place_of_one_over_files_that_kept_no_step(tmp_path: Path) -> None:
+    table(tmp_path / "table.csv", 3)
+    with pytest.raises(DataError, match="'x' cannot be decoded"):
+        dp_ray.run(**of_a_table(tmp_path))
+    table(tmp_path / "table.csv")
+    assert dp_ray.run(**of_a_table(tmp_path, batch_size=20)).total_steps == 2
+
+
+def test_a_run_that_kept_a_step_says_how_to_start_anew_with_mended_files(tmp_path: Path) -> None:
+    keys = of_a_table(tmp_path, **SQUARES, checkpoint={"every_steps": 1, "keep": 1})
+    table(tmp_path / "table.csv", 35)
+    with pytest.raises(DataError, match="'x' cannot be decoded"):
+        dp_ray.run(**keys)
+    table(tmp_path / "table.csv")
+    says = r"put them back, or start anew \(--overwrite, overwrite=True\), which deletes its 1 checkpoint and history"
+    with pytest.raises(DataError, match=rf"table\.csv was written again \(.*; {says}"):
+        dp_ray.run(**keys)
+    assert dp_ray.run(**keys, overwrite=True).total_steps == 4
