@@ -34,7 +34,7 @@ from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import NamedEval, Target, is_over_batch
 from dp_ray.job.targets import bound, build, keeps_state, resolve
-from dp_ray.plan.mixture import Mixture
+from dp_ray.plan.mixture import LOSS_OF, Mixture
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 
@@ -139,17 +139,20 @@ class Evaluation:
         self.over_batch = {name: each for name, each in of_batch if name == "loss" or name in metrics}
 
     def run(
-        self, model: nn.Module, work: Work, steps: Iterator[LoadedStep]
+        self, model: nn.Module, work: Work, steps: Iterator[LoadedStep], mixture: Mixture | None = None
     ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
         """Yield each shard with rows of the steps of `work`, and the end of each step; at last the measurements.
 
+        Of a dataset that is a `mixture`, these have the loss of each source, if there are losses of rows.
         The model is in eval mode until the generator ends or is closed. Every rank calls this, and takes all of it.
         Raises DataError if all samples were set aside. The first evaluation raises JobError if a metric of
         torchmetrics depends on how its rows are cut into updates.
         """
         # A row for each shard, so that the order of additions does not depend on the workers. The last column
         # counts rows.
-        sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self.device)
+        sources = mixture.names if mixture is not None and self._has_loss else ()
+        names = [*self._names, *(f"{LOSS_OF}{source}" for source in sources)]
+        sums = torch.zeros(work.split.shards, 2 * len(names) + 1, dtype=torch.float64, device=self.device)
         states: dict[int, dict[str, Any]] = {}
         if work.split.shards * work.split.total_steps == 1:
             self._trial = None  # a single update sees all rows
@@ -179,6 +182,11 @@ class Evaluation:
                         replica.raise_advised(error, shard, self.job, self._size_key)
                     if row is not None:
                         sums[shard.shard, self._of_shards] += row
+                    if mixture is not None and sources:
+                        by_source = self.measures.by_source(mixture, shard, step_output)
+                        sums[shard.shard, 2 * len(self._names) : -1] += as_tensor(
+                            row_of(by_source, self.device), self.device
+                        )
                     if is_tried:
                         replica.restore()  # its errors are no trial's
                         run = partial(replica.run, shard, self._output, model)
@@ -191,12 +199,12 @@ class Evaluation:
                 replica.restore()
                 yield StepEnd(loaded.step)
             sums[0, -1] = rows
-            measured = self._measured(sums, states)
+            measured = self._measured(names, sums, states)
         self.forwards.end()
         yield measured
 
     @torch.no_grad()
-    def _measured(self, sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> Evaluated:
+    def _measured(self, names: Sequence[str], sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> Evaluated:
         """Return the means and the metrics with a state, over all workers; every rank calls this."""
         with waiting("the other workers' sums"):
             # In a row all workers but one have zeros, or it is a count: this sum is exact, in any order.
@@ -209,8 +217,9 @@ class Evaluation:
         if not rows:
             of = self._of.rstrip(", ")
             raise DataError(f"{of}: all samples were set aside, so there is nothing to measure")
-        pairs = zip(self._names, totals[::2], totals[1::2], strict=True)
+        pairs = zip(names, totals[::2], totals[1::2], strict=True)
         weighed = [(name, total, weight) for name, total, weight in pairs if name != "loss" or weight != math.inf]
+        weighed = [each for each in weighed if each[2] or each[0] in self._names]  # of a source: if it has a loss
         means = {name: total / weight if weight else float("nan") for name, total, weight in weighed}
         computed = self._computed(states)
         if twice := means.keys() & computed.keys():

@@ -268,17 +268,15 @@ class Metrics:
             self._check_rows(f"metrics.{name}", function, value, step_output, rows)
         return measured
 
-    def by_source(self, shard: Shard, step_output: StepOutput) -> list[Weighted]:
+    def by_source(self, mixture: Mixture, shard: Shard, step_output: StepOutput) -> list[Weighted]:
         """Return the sum and weight of the losses of each source's rows in a shard of a mixture.
 
         The weights are 0 if the loss is no number for each row or element, nor torch's loss of classes; and if it has
         several numbers a row, and the target has not these rows: then it may be of views, one behind the other.
         """
-        if self.mixture is None:
-            return []
         value, rows, dim = step_output.loss, shard.rows, self._batch_dim
         losses, weights = (value.losses, value.weights) if isinstance(value, ClassLosses) else (value, None)
-        nothing = [Weighted(torch.zeros((), dtype=torch.float64), 0.0)] * len(self.mixture.names)
+        nothing = [Weighted(torch.zeros((), dtype=torch.float64), 0.0)] * len(mixture.names)
         if not isinstance(losses, torch.Tensor) or losses.ndim <= dim or losses.shape[dim] % rows:
             return nothing
         target = step_output.target
@@ -286,9 +284,9 @@ class Metrics:
         # Flat losses of rows' elements are row by row. If the batch itself has several views of each row, who knows.
         if losses.shape[dim] != rows and (dim or not has_rows):
             return nothing
-        positions = np.asarray(shard.positions, np.int64) + shard.epoch * self.mixture.rows
-        sources = torch.from_numpy(self.mixture.sources_at(positions)[0]).to(losses.device)
-        is_of = sources == torch.arange(len(self.mixture.names), device=losses.device)[:, None]
+        positions = np.asarray(shard.positions, np.int64) + shard.epoch * mixture.rows
+        sources = torch.from_numpy(mixture.sources_at(positions)[0]).to(losses.device)
+        is_of = sources == torch.arange(len(mixture.names), device=losses.device)[:, None]
         every = torch.ones_like(losses) if weights is None else weights
         of_rows = [
             part.detach().movedim(dim, 0).reshape(rows, -1).sum(1, dtype=torch.float64) for part in (losses, every)

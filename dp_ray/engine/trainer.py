@@ -38,6 +38,7 @@ from dp_ray.engine.weights import make_room, synchronise
 from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import everyone, is_gpu
 from dp_ray.errors import JobError, ModelError
+from dp_ray.plan.mixture import LOSS_OF
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Split, Work, num_filled
 from dp_ray.system.threads import waiting
@@ -179,7 +180,7 @@ class Trainer(TrainedModel):
         self.state = self._new_state(loss.beside)
         self.ahead = OverlappedRead()
         sources = () if measures.mixture is None else measures.mixture.names
-        self.measured = ["loss", *measures.functions, *(f"loss_of_{name}" for name in sources)]
+        self.measured = ["loss", *measures.functions, *(f"{LOSS_OF}{name}" for name in sources)]
         self.gradient = Pass(
             placement,
             loss,
@@ -422,7 +423,7 @@ class Pass:
         row = self.loss.result.row
         assert row is not None
         if self.measures is not None and self.measures.mixture is not None:
-            by_source = self.measures.by_source(shard, self.loss.result.step_output)
+            by_source = self.measures.by_source(self.measures.mixture, shard, self.loss.result.step_output)
             row = [*row, *row_of(by_source, self._world.device)]
         self.stats.put(shard.shard, row)
         return loss

@@ -17,7 +17,7 @@ import numpy as np
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
-from dp_ray.plan.mixture import Mixture, MixtureOrder
+from dp_ray.plan.mixture import LOSS_OF, ROWS_OF, Mixture, MixtureOrder
 from dp_ray.plan.order import BlockOrder, Ints, Order, blocks_held
 from dp_ray.plan.split import Shard, Work
 from dp_ray.text import counted
@@ -34,8 +34,8 @@ def order_of(job: Job, dataset: Any) -> JobOrder:
             raise JobError(
                 "skip: numbers the samples of one dataset, and this is a Mix; leave them out of its sources"
             )
-        columns = {f"{kind}_of_{source}" for source in mixture.names for kind in ("loss", "rows")}
-        if job.task == "train" and (taken := sorted(columns & job.metrics.keys())):
+        columns = {f"{kind}{source}" for source in mixture.names for kind in (LOSS_OF, ROWS_OF)}
+        if job.task != "predict" and (taken := sorted(columns & job.metrics.keys())):
             raise JobError(
                 f"metrics.{taken[0]}: is a column of the history for a source of the Mix; rename the metric"
             )

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from dp_ray.job.keys import NamedEval, measured_by
-from dp_ray.rundir.history import LOSS_OF, ROWS_OF, is_inner
+from dp_ray.plan.mixture import LOSS_OF, ROWS_OF
+from dp_ray.rundir.history import is_inner
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.tables import known_numbers, numbers
 
@@ -129,7 +130,7 @@ def _groups(names: Sequence[str], evals: Sequence[NamedEval]) -> dict[str, list[
     by = {name: measured_by(evals, name) for name in drawn}
     values = {name: name.removeprefix("eval_" if each is None else each.prefix) for name, each in by.items()}
     # The sources of a mixture share a chart.
-    values |= {name: kind for kind in (LOSS_OF, ROWS_OF) for name in drawn if name.startswith(kind)}
+    values |= {name: kind for kind in (LOSS_OF, ROWS_OF) for name in drawn if values[name].startswith(kind)}
     bare = dict.fromkeys(value.replace("epoch_loss", "loss") for value in values.values())
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
     # The value itself comes first, and then the evaluations in their order.

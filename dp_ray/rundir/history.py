@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from dp_ray.errors import StorageError
+from dp_ray.plan.mixture import LOSS_OF, ROWS_OF
 from dp_ray.rundir.files import is_finished, replacing
 from dp_ray.storage import Storage
 from dp_ray.tables import read_table, table_of_rows, write_table
@@ -25,7 +26,6 @@ METRICS = "metrics.parquet"
 HISTORY = "history"
 RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
-ROWS_OF, LOSS_OF = "rows_of_", "loss_of_"  # before the name of a mixture's source
 NOT_MEASURED = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
 OF_FURTHER = re.compile(r"(learning_rate|gradient_norm)_\d+")  # columns of a loop's optimizers after the first
 DIGEST = "outputs_digest"  # the metric that `verify` adds

@@ -11,6 +11,7 @@ from dp_ray.engine.world import check_same_rows
 from dp_ray.errors import JobError
 from dp_ray.job.keys import measured_by
 from dp_ray.job.plan import evaluations_of, split_of
+from dp_ray.job.samples import mixture_of
 from dp_ray.messages import Measured
 from dp_ray.plan.split import Work
 from dp_ray.tasks.checkpoints import Training
@@ -36,7 +37,7 @@ def evaluate(context: Context) -> None:
     with (
         closing(load_steps(source, work, world.device, quarantine, times=times)) as loaded,
         Run(context, called, split, times) as run,
-        closing(evaluation.run(called, work, loaded)) as evaluated,
+        closing(evaluation.run(called, work, loaded, mixture_of(dataset))) as evaluated,
     ):
         for number in run.steps():
             for shard in shards_of_step(number, evaluated):
@@ -92,7 +93,7 @@ class Evaluator:
         with (
             self._in_place(),
             closing(load_steps(source, work, self._world.device, self._quarantine)) as steps,
-            closing(self._evaluation.run(self._model, work, steps)) as evaluated,
+            closing(self._evaluation.run(self._model, work, steps, mixture_of(self._dataset))) as evaluated,
         ):
             for done in evaluated:
                 if isinstance(done, StepEnd):

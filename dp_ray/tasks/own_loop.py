@@ -32,8 +32,9 @@ from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.samples import mixture_of
 from dp_ray.job.targets import bound
 from dp_ray.messages import StoppedEarly
+from dp_ray.plan.mixture import ROWS_OF
 from dp_ray.rundir.checkpoint import pack
-from dp_ray.rundir.history import OF_FURTHER, ROWS_OF
+from dp_ray.rundir.history import OF_FURTHER
 from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, begun_training, place_training

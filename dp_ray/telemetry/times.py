@@ -25,9 +25,9 @@ from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.world import World
 from dp_ray.messages import Logged, TimedSteps
-from dp_ray.plan.mixture import Mixture
+from dp_ray.plan.mixture import LOSS_OF, ROWS_OF, Mixture
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import CLOCKED, LOSS_OF, ROWS_OF, forget_from
+from dp_ray.rundir.history import CLOCKED, forget_from
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tables import PartTable, array_of, array_of_named, numbers, read_table, table_of_rows

@@ -151,6 +151,43 @@ def test_the_loss_by_source_is_there_where_rows_have_losses(
         assert row[f"loss_of_{name}"] == pytest.approx(losses[own].mean().item())
 
 
+@pytest.mark.parametrize("task", ["train", "evaluate"])
+def test_an_evaluation_tells_the_loss_by_source(task: str, tmp_path: Path) -> None:
+    """Over 33 rows of a mixture in order, some without a label; source `none` has no row in them."""
+    data = {"web": Pairs(40), "code": PartlyLabelled(9), "none": Pairs(3)}
+    weights = {"web": "2/3", "code": "1/3", "none": 0}
+    over = Mix(data, weights, {"rows": 33})
+    keys = keys_of(storage=str(tmp_path), shards=3, batch_size=7, metrics={"right": "tests.support.training:right"})
+    if task == "train":
+        named = {"hard": {"dataset": over}, "bare": {"dataset": Pairs(5), "metrics": []}}
+        result = dp_ray.run(
+            **{**keys, "dataset": Pairs(7), "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}}},
+            eval=named,
+        )
+        told = {name.removeprefix("eval_hard_"): value for name, value in result.history[-1].items()}
+        assert not [name for name in told if name.startswith("eval_bare_loss_of")]
+        page = (Path(result.run_dir) / "report.html").read_text()
+        assert "Loss by source" in page and "eval_hard_loss_of_web" in page
+    else:
+        del keys["optimizer"]
+        told = dp_ray.run(**{**keys, "task": "evaluate", "dataset": over}).metrics
+    ids = MixtureOrder(over.mixture, shuffle=False).indices(0, 33).tolist()
+    inputs, targets = default_collate([over[number] for number in ids])
+    losses, kept = of_rows(initial(mlp)(inputs), targets), targets != IGNORED
+    for name in ("web", "code"):
+        own = torch.tensor([over.locate(number)[0] == name for number in ids])
+        assert told[f"loss_of_{name}"] == pytest.approx((losses[own].sum() / (own & kept).sum()).item())
+    assert told["loss"] == pytest.approx((losses.sum() / kept.sum()).item())
+    assert "loss_of_none" not in told
+
+
+def test_an_evaluation_by_a_loss_without_rows_tells_no_source(tmp_path: Path) -> None:
+    over = Mix({"a": Pairs(20), "b": Pairs(30)}, {"a": "1/3", "b": "2/3"}, {"rows": 14})
+    keys = keys_of(storage=str(tmp_path), dataset=over, task="evaluate", optimizer=None)
+    for loss in (pairs, {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}):
+        assert set(dp_ray.run(**{**keys, "loss": loss}).metrics) == {"loss"}
+
+
 def two_views(items: list[Any]) -> Any:
     inputs, targets = default_collate(items)
     return torch.cat([inputs, -inputs]), torch.cat([targets, targets])
@@ -170,7 +207,9 @@ def test_any_workers_and_loaders_end_at_the_same_bits(tmp_path: Path, augment: b
     sources = {"web": {"target": "tests.support.training:Pairs", "args": {"length": 40, "augment": augment}}}
     data = mixed(sources={**sources, "code": SOURCES["code"]})
     keys = {"shards": 3, "bitwise": True, "epochs": 3, "checkpoint": {"every_steps": 1}}
+    keys["eval"] = {"dataset": data}
     run_group(job_of("mlp", data, workers=1, **keys), tmp_path / "whole")
+    assert "eval_loss_of_web" in history_of(tmp_path / "whole")[-1]
     run_group(job_of("mlp", data, workers=3, loader={"processes": 1}, **keys), tmp_path / "three")
     run_group(job_of("mlp", data, workers=2, **keys), tmp_path / "parts", StopsBefore(4))
     run_group(job_of("mlp", data, workers=1, **keys), tmp_path / "parts", StopsBefore(9))
