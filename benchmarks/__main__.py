@@ -1,4 +1,7 @@
-"""Run the benchmarks that are named, or all: `python -m benchmarks [NAME...]`. Prints one markdown table."""
+"""Run the benchmarks that are named, or all: `python -m benchmarks [NAME...]`. Prints one markdown table.
+
+Of `survivors` also some rows alone, as `survivors:node`.
+"""
 
 import sys
 import time
@@ -14,13 +17,14 @@ NAMES = (
 
 
 def main(names: list[str]) -> None:
-    unknown = [name for name in names if name not in NAMES]
+    unknown = [name for name in names if name.partition(":")[0] not in NAMES]
     if unknown:
         sys.exit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
     print(*heading(), sep="\n", flush=True)
     for name in names or NAMES:
         started = time.monotonic()
-        for row in import_module(f"benchmarks.{name}").measure():
+        module, _, rows = name.partition(":")
+        for row in import_module(f"benchmarks.{module}").measure(*([rows] if rows else [])):
             print(line(row), flush=True)
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 

@@ -33,6 +33,7 @@ REPEATS = 3
 NODE_REPEATS = 2  # each waits for a minute
 STEPS = 240
 MARKED = 60  # marks of all workers, after which one is killed; half of the steps that a run does at least
+MOST_SECONDS = 300.0  # of each training, and of what is waited for in it
 EARLIER = "b16e1ce"  # the commit before restarts were shortened
 Kill = Callable[[list[int]], None]
 
@@ -49,7 +50,8 @@ def _own_ray() -> Iterator[Row]:
         shutil.copy(Path(__file__).with_name("marked.py"), folder)
         for workers, processes in [(2, 0), (3, 0), (2, 2), (3, 2)]:
             run = partial(command, workers=workers, processes=processes)
-            ours = partial(seconds_lost, folder, kill_one, partial(run, ROOT), MARKED)
+            mine = partial(run, ROOT, on_lost_worker="restart")  # the earlier one knows no other way
+            ours = partial(seconds_lost, folder, kill_one, mine, MARKED)
             theirs = partial(seconds_lost, folder, kill_one, partial(run, folder / "earlier"), MARKED)
             loaders = f", {processes} loader processes each" if processes else ""
             what = f"a worker killed, a Ray of its own: to the next finished step, {workers} workers{loaders}"
@@ -59,6 +61,14 @@ def _own_ray() -> Iterator[Row]:
 
 def command(code: Path, marks: Path, workers: int, processes: int, **keys: Any) -> None:
     """Train by the program that stands in `code`; nobody has started a Ray."""
+    line = [sys.executable, "-m", "dp_ray", "run", str(job_file(marks, processes, **keys))]
+    line += ["--workers", str(workers), "--quiet", "--storage", str(marks.parent / "runs")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(code), str(marks.parent)])}
+    subprocess.run(line, cwd=code, env=environment, check=True, timeout=MOST_SECONDS)
+
+
+def job_file(marks: Path, processes: int, **keys: Any) -> Path:
+    """Write the job of a training that marks its steps, with so many loader processes for each worker."""
     job = {
         "task": "train",
         "model": "marked:model",
@@ -75,9 +85,7 @@ def command(code: Path, marks: Path, workers: int, processes: int, **keys: Any) 
     }
     file = marks.with_suffix(".yaml")
     file.write_text(json.dumps(job))  # JSON is YAML
-    command = [sys.executable, "-m", "dp_ray", "run", str(file), "--workers", str(workers), "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(code), str(marks.parent)])}
-    subprocess.run([*command, "--storage", str(marks.parent / "runs")], cwd=code, env=environment, check=True)
+    return file
 
 
 def _worker() -> list[Row]:
@@ -167,6 +175,7 @@ def _ours(folder: Path, kill: Kill, workers: Any) -> tuple[float, dp_ray.Result]
             max_steps=STEPS,
             workers=workers,
             checkpoint={"every_steps": 50},
+            on_lost_worker="restart",
             storage=str(ticks.parent),
             name=f"ours-{ticks.name}",
             quiet=True,
@@ -190,18 +199,19 @@ def seconds_lost(folder: Path, kill: Kill, train: Callable[[Path], None], marked
     found: list[float] = []
 
     def watch() -> None:
-        time.sleep(_until(lambda: len(seen(ticks)) >= (marked or 240), 0.5 if marked else 2.0))
+        come_to(lambda: len(seen(ticks)) >= (marked or 240))
+        time.sleep(0.5 if marked else 2.0)
         before = {pid for _, pid in seen(ticks)}
         killed = time.time()
         kill(sorted(before))
         most = 0 if marked else recovering.MOST_IN_A_STEP
-        _until(lambda: bool(step_output(ticks, before, most)), 0.0)
+        come_to(lambda: bool(step_output(ticks, before, most)))
         found.append(min(step_output(ticks, before, most)) - killed)
 
-    watching = threading.Thread(target=watch)
+    watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     train(ticks)
-    watching.join()
+    watching.join(1)
     return found[0]
 
 
@@ -220,9 +230,9 @@ def step_output(ticks: Path, before: set[int], most: int) -> list[float]:
     return [times[most] for times in read.values() if len(times) > most]
 
 
-def _until(holds: Callable[[], bool], then: float) -> float:
-    end = time.monotonic() + 300
+def come_to(holds: Callable[[], bool]) -> None:
+    """Wait until this holds."""
+    end = time.monotonic() + MOST_SECONDS
     while not holds():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.05)
-    return then

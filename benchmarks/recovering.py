@@ -1,17 +1,22 @@
 """The loop that a user of Ray Train writes by hand, with checkpoints, and the dataset that tells when it is read."""
 
+import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
 import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from benchmarks.cluster import NUM_CPUS
 
 BATCH = 24
 MOST_IN_A_STEP = 16  # samples that one of two workers reads: two of three shards
@@ -86,3 +91,14 @@ def _report(replica: nn.Module, step: int, rank: int) -> None:
         if rank == 0:
             torch.save({"model": replica.state_dict(), "step": step}, Path(folder) / "state.pt")
         ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
+
+
+def main() -> None:
+    """Train in a process of its own, on the Ray at this address; `local` is one of its own."""
+    ticks, workers, steps, address = json.loads(sys.argv[1])
+    ray.init(address, num_cpus=NUM_CPUS if address == "local" else None, log_to_driver=False)
+    run(Path(ticks), tuple(workers) if isinstance(workers, list) else workers, steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,16 @@
-"""What a lost worker costs if the others go on: against a restart of all, Ray Train, and an earlier commit."""
+"""What a lost worker costs if the others go on: against a restart of all, Ray Train, and an earlier commit.
 
+`python -m benchmarks survivors:node` measures the rows of one name of ROWS alone.
+"""
+
+import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -11,16 +18,21 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import dp_ray
-from benchmarks import faults, recovering
-from benchmarks.cluster import local_ray, scratch
+from benchmarks import undisturbed
+from benchmarks.cluster import scratch
 from benchmarks.compare import Goal, at_most, compared
-from benchmarks.faults import EARLIER, MARKED, Kill, kill_one, seen, three_nodes
+from benchmarks.faults import EARLIER, MARKED, Kill, come_to, command, job_file, kill_one, seconds_lost, seen
 from benchmarks.start import ROOT, unpack
 from benchmarks.table import Row, time_text
+from dp_ray.cluster.internals.variables import TMPDIR
+from tests.support.hosts import ENVIRONMENT, PORT, Host, namespaces
 
 REPEATS = 3
-STEPS = 300  # so many that another worker comes meanwhile
+STEPS = 200  # so many that another worker comes meanwhile
 AROUND = 3.0  # seconds before another worker's first step in which it has joined
+LIMIT = 200.0  # seconds of each training
+RESTART: dict[str, Any] = {"on_lost_worker": "restart", "max_steps": 2 * MARKED}
+KILLED = "faults: a worker killed, 3 workers, the others go on: to a finished step"
 
 
 class Lost(NamedTuple):
@@ -31,96 +43,134 @@ class Lost(NamedTuple):
     joins: float | None
 
 
-def measure() -> list[Row]:
-    return [*_own_ray(), *_beside_ray_train(), _node()]
+def measure(only: str = "") -> Iterator[Row]:
+    """Measure all rows, or those of a name."""
+    for rows in [ROWS[only]] if only else ROWS.values():
+        yield from rows()
 
 
-def _own_ray() -> list[Row]:
-    """The program, with a Ray of its own."""
+def _killed() -> Iterator[Row]:
+    """Against a restart of all."""
+    found, restarts, again, others = list[Lost](), list[float](), list[int](), list[int]()
+    with _folder() as folder:
+        for _ in range(REPEATS):
+            found.append(_lost(folder, kill_one, partial(_program, twice=again)))
+            restarts.append(_restart(folder, partial(_program, twice=others, **RESTART)))
+    pairs = list(zip([lost.seconds for lost in found], restarts, strict=True))
+    yield compared(KILLED, pairs, time_text, "restart", at_most(0.35), _within(1.0))
+    what = "faults: a worker killed, 3 workers, the others go on: steps computed twice"
+    yield Row(what, f"{max(again)}", f"{median(others):g} restart", "", "0", max(again) == 0)
+    joins = [(lost.joins, lost.joins) for lost in found if lost.joins is not None]
+    if joins:
+        what = "faults: another worker joins: the longest step, less the median"
+        yield compared(what, joins, time_text, "itself", _within(0.5))
+
+
+def _loaders() -> Iterator[Row]:
+    """The same, where each worker has two loader processes."""
+    with _folder() as folder:
+        mine = partial(_lost, folder, kill_one, partial(_program, processes=2))
+        theirs = partial(_restart, folder, partial(_program, processes=2, **RESTART))
+        pairs = [(mine().seconds, theirs()) for _ in range(REPEATS)]
+    goal = _within(1.2)  # a tenth of what it took before restarts were shortened
+    yield compared(f"{KILLED}, 2 loader processes each", pairs, time_text, "restart", at_most(0.35), goal)
+
+
+def _earlier() -> Iterator[Row]:
+    """The same, against the commit before restarts were shortened."""
+    with _folder() as folder:
+        if not unpack(EARLIER, folder / "earlier"):
+            return
+        mine = partial(_lost, folder, kill_one, partial(_program, processes=2))
+        then = partial(_program, processes=2, code=folder / "earlier", max_steps=2 * MARKED)
+        pairs = [(mine().seconds, _restart(folder, then)) for _ in range(REPEATS)]
+    yield compared(f"{KILLED}, 2 loader processes each", pairs, time_text, f"at {EARLIER}", at_most(0.1))
+
+
+def _beside_ray_train() -> Iterator[Row]:
+    with _folder() as folder:
+        theirs = partial(seconds_lost, folder, kill_one, partial(_bare, "local", [], 3))
+        pairs = [(_lost(folder, kill_one, _program).seconds, theirs()) for _ in range(2)]
+    yield compared(KILLED, pairs, time_text, "Ray Train", at_most(0.1))
+
+
+def _node() -> Iterator[Row]:
+    """Three hosts in network namespaces, with Ray's own defaults; the link of the last one is set down."""
+    with _folder() as folder, namespaces(3, folder) as hosts:
+        head, *_, last = hosts
+        _start(head, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={head.sockets}")
+        for host in hosts[1:]:
+            _start(host, f"--address={head.address}:{PORT}")
+        mine = _lost(folder, lambda _: last.cut(), partial(_on_host, head)).seconds
+        last.heal()
+        last.kill()
+        _start(last, f"--address={head.address}:{PORT}")
+        bare = partial(_bare, f"{head.address}:{PORT}", head.command(), [1, 3])
+        theirs = seconds_lost(folder, lambda _: last.cut(), bare)
+    what = "faults: a node lost (link down), the others go on: to a finished step, elastic 3 to 2"
+    yield compared(what, [(mine, theirs)], time_text, "Ray Train", at_most(0.1))
+
+
+ROWS: dict[str, Callable[[], Iterator[Row]]] = {
+    "killed": _killed,
+    "loaders": _loaders,
+    "earlier": _earlier,
+    "ray_train": _beside_ray_train,
+    "node": _node,
+    "undisturbed": undisturbed.measure,
+}
+
+
+def _within(seconds: float) -> Goal:
+    return Goal(f"at most {seconds:g} s", seconds, is_least=False, absolute=True)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder with the training that marks its steps."""
     with scratch() as folder:
         shutil.copy(Path(__file__).with_name("marked.py"), folder)
-        goes_on = partial(_program, ROOT, on_lost_worker="go_on")
-        found, restarts, loaders, earlier = [], [], [], []
-        has_earlier = unpack(EARLIER, folder / "earlier")
-        for _ in range(REPEATS):
-            found.append(_lost(folder, kill_one, goes_on))
-            restarts.append(_restart(folder, partial(_program, ROOT, steps=2 * MARKED)))
-            loaders.append(_lost(folder, kill_one, partial(goes_on, processes=2)).seconds)
-            if has_earlier:
-                run = partial(_program, folder / "earlier", processes=2, steps=2 * MARKED)
-                earlier.append(_restart(folder, run))
-    seconds = [lost.seconds for lost in found]
-    joins = [lost.joins for lost in found if lost.joins is not None]
-    what = "faults: a worker killed, 3 workers, the others go on: to a finished step"
-    second = Goal("at most 1 s", 1.0, is_least=False, absolute=True)
-    half = Goal("at most 0.5 s", 0.5, is_least=False, absolute=True)
-    rows = [
-        compared(what, list(zip(seconds, restarts, strict=True)), time_text, "restart", at_most(0.35)),
-        compared(what, list(zip(seconds, restarts, strict=True)), time_text, "restart", second),
-    ]
-    if earlier:
-        pairs = list(zip(loaders, earlier, strict=True))
-        rows.append(compared(f"{what}, 2 loader processes each", pairs, time_text, f"at {EARLIER}", at_most(0.1)))
-    if joins:
-        joined = "faults: another worker joins: the longest step, less the median"
-        rows.append(compared(joined, [(one, one) for one in joins], time_text, "itself", half))
-    return rows
+        yield folder
 
 
-def _beside_ray_train() -> list[Row]:
-    """In a Ray of the user's."""
-    pairs, again = [], []
-    with local_ray(), scratch() as folder:
-        for _ in range(REPEATS):
-            results: list[dp_ray.Result] = []
-            lost = _lost(folder, kill_one, partial(_here, results, 3))
-            again += [one["step"] - one["resumed_step"] for one in results[0].interruptions]
-            pairs.append((lost.seconds, faults.theirs_of(folder, kill_one, 3)))
-    what = "faults: a worker killed, the others go on: to a finished step, 3 workers"
-    twice = "faults: steps computed twice, the others go on"
-    return [
-        compared(what, pairs, time_text, "Ray Train", at_most(0.1)),
-        Row(twice, f"{max(again)}", "", "", "0", max(again) == 0),
-    ]
+def _program(marks: Path, code: Path = ROOT, processes: int = 0, twice: list[int] | None = None, **keys: Any) -> None:
+    """Train by the program that stands in `code`, with a Ray of its own; note in `twice` how many steps ran again."""
+    command(code, marks, 3, processes, **{"max_steps": STEPS, **keys})
+    if twice is not None:
+        told = dp_ray.load(marks.parent / "runs" / marks.name).interruptions
+        twice += [one["step"] - one["resumed_step"] for one in told]
 
 
-def _node() -> Row:
-    with three_nodes() as (folder, kill_node):
-        mine = _lost(folder, kill_node, partial(_here, [], {"min": 1, "max": 3})).seconds
-    with three_nodes() as (folder, kill_node):
-        theirs = faults.theirs_of(folder, kill_node, (1, 3))
-    what = "faults: a node lost, the others go on: to a finished step, elastic 3 to 2"
-    return compared(what, [(mine, theirs)], time_text, "Ray Train", at_most(0.1))
+def _bare(address: str, before: list[str], workers: int | list[int], ticks: Path) -> None:
+    """Train by Ray Train, in a process of its own."""
+    given = json.dumps([str(ticks), workers, 120, address])
+    line = [*before, sys.executable, "-m", "benchmarks.recovering", given]
+    # Ray's usual folder may name a cluster that is dead.
+    environment = {**ENVIRONMENT, **({TMPDIR: str(ticks.parent)} if address == "local" else {})}
+    subprocess.run(line, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=LIMIT)
 
 
-def _program(code: Path, marks: Path, processes: int = 0, steps: int = STEPS, **keys: Any) -> None:
-    faults.command(code, marks, 3, processes, max_steps=steps, **keys)
+def _start(host: Host, *args: str) -> None:
+    """Start a Ray node of one CPU on a host, with Ray's own defaults."""
+    line = [str(Path(sys.executable).with_name("ray")), "start", f"--node-ip-address={host.address}", *args]
+    log = host.folder / f"host-{host.number}.log"
+    with log.open("wb") as file:
+        ray = host.command(*line, "--num-cpus=1", "--disable-usage-stats", "--block")
+        host.processes.append(subprocess.Popen(ray, stdout=file, stderr=file, cwd="/", env=ENVIRONMENT))
+    host.wait_until_up()
 
 
-def _here(results: list[dp_ray.Result], workers: Any, marks: Path) -> None:
-    given: dict[str, Any] = {
-        "task": "train",
-        "model": "benchmarks.marked:model",
-        "dataset": "benchmarks.marked:Slow",
-        "loss": "torch.nn:MSELoss",
-        "optimizer": {"target": "benchmarks.marked:MarkedSGD", "args": {"lr": 0.01, "marks": str(marks)}},
-        "batch_size": recovering.BATCH,
-        "shards": 6,
-        "epochs": 1000,
-        "max_steps": STEPS,
-        "workers": workers,
-        "checkpoint": {"every_steps": 50},
-        "on_lost_worker": "go_on",
-        "storage": str(marks.parent),
-        "name": f"ours-{marks.name}",
-        "quiet": True,
-    }
-    results.append(dp_ray.run(**given))
+def _on_host(host: Host, marks: Path) -> None:
+    """Train by the program on this host, on its Ray."""
+    line = ["dp_ray", "run", str(job_file(marks, 0, max_steps=STEPS)), "--quiet", "--workers", "1:3"]
+    line += ["--storage", str(marks.parent / "runs"), "--address", f"{host.address}:{PORT}"]
+    done = host.run(sys.executable, "-m", *line, timeout=LIMIT, cwd=marks.parent)
+    assert done.returncode == 0, done.stderr
 
 
 def _restart(folder: Path, train: Callable[[Path], None]) -> float:
     """From the kill until a worker that was not there before has finished a step."""
-    return faults.seconds_lost(folder, kill_one, train, MARKED)
+    return seconds_lost(folder, kill_one, train, MARKED)
 
 
 def _lost(folder: Path, kill: Kill, train: Callable[[Path], None]) -> Lost:
@@ -130,15 +180,14 @@ def _lost(folder: Path, kill: Kill, train: Callable[[Path], None]) -> Lost:
     killed: list[float] = []
 
     def watch() -> None:
-        while len(seen(marks)) < MARKED:
-            time.sleep(0.05)
+        come_to(lambda: len(seen(marks)) >= MARKED)
         killed.append(time.time())
         kill(sorted({pid for _, pid in seen(marks)}))
 
-    watching = threading.Thread(target=watch)
+    watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     train(marks)
-    watching.join()
+    watching.join(1)
     return lost_of(seen(marks), killed[0])
 
 

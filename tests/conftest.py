@@ -3,13 +3,16 @@
 import contextlib
 import gc
 import os
+import resource
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +59,8 @@ BESIDE = {
 }
 
 MANY_MODULES = 50
+LONGEST = 30
+MOST_FILES = 100  # that a module leaves open: torch, pyarrow, boto3 and what all tests share open some once
 LAST = -1000  # below the priority of everything else that multiprocessing does when a process ends
 
 
@@ -72,12 +77,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Check that tests on a cluster are marked, and have them pass over what Ray leaves to the garbage collector.
 
     Those that share a session come last: while it is open, it holds the one connection to Ray that a process has.
+    Below Ray, where processes share the files, those with the most slow tests come first: none waits for them then.
     """
     items.sort(key=lambda item: "session" in getattr(item, "fixturenames", ()))
+    if is_one_of_several(config) and "not ray" in config.option.markexpr:
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
+        items.sort(key=lambda item: -slow[item.path])
     for item in items:
         is_on_ray = item.get_closest_marker("ray") is not None
         assert is_on_ray or "cluster" not in getattr(item, "fixturenames", ()), (
@@ -135,6 +144,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         gc.unfreeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Of many files, say which took longest: where the time goes, and how it could be shared out better."""
+    seconds = defaultdict[str, float](float)
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > LONGEST:
+        terminalreporter.section(f"the {LONGEST} files that took longest, of {sum(seconds.values()):.0f} s")
+        for name, took in sorted(seconds.items(), key=itemgetter(1), reverse=True)[:LONGEST]:
+            terminalreporter.write_line(f"{took:6.0f} s  {name}")
+
+
 def is_one_of_several(config: pytest.Config) -> bool:
     """Whether this is one of the processes among which xdist shares out the tests."""
     return hasattr(config, "workerinput")
@@ -154,6 +175,30 @@ def nothing_left_behind() -> Iterator[None]:
     assert environment() == before, "the test changed the environment"
     assert list(map(signal.getsignal, SIGNALS)) == handlers, "the test left a handler of a signal"
     assert not torch.distributed.is_initialized(), "the test left a process group"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_files_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module of tests that leaves many files open fails: in the end one process would have too many for all.
+
+    Those on Ray do: a connection to it keeps some.
+    """
+    before = open_files()
+    yield
+    if (open_files() - before).total() > MOST_FILES:
+        gc.collect()
+        left = open_files() - before
+        modules = {item.path for item in request.session.items if item.get_closest_marker("ray") is not None}
+        assert left.total() <= MOST_FILES or request.path in modules, f"the module left files open: {dict(left)}"
+
+
+def open_files() -> Counter[str]:
+    """What this process has open: how many sockets, pipes and so on, and which files."""
+    found = Counter[str]()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            found[os.readlink(f"/proc/self/fd/{number}").partition(":[")[0]] += 1
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +291,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Server]":
 
     with serving(tmp_path_factory.mktemp("s3") / "requests.log") as started:
         yield started
+
+
+@pytest.fixture
+def many_files() -> Iterator[list[int]]:
+    """Open files of this process, so many that the next ones have numbers that select() does not take."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 4096), limits[1]))
+        yield [held.enter_context(open(os.devnull, "rb")).fileno() for _ in range(1024)]
 
 
 @pytest.fixture

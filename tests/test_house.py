@@ -88,6 +88,13 @@ def test_no_module_is_too_large(folder: str) -> None:
     assert not large, f"modules of more than {MODULE_LINES} lines of code: {large}"
 
 
+def test_nobody_waits_with_select() -> None:
+    """It takes no file number above 1,023: a process with more open files would fail."""
+    sources_of_all = (path for folder in FOLDERS for path in sources(folder) if path != Path(__file__))
+    waits = [path.relative_to(ROOT).as_posix() for path in sources_of_all if "select.select(" in path.read_text()]
+    assert not waits, f"use select.poll or multiprocessing.connection.wait: {waits}"
+
+
 def test_only_the_builders_call_constructors_of_inner_objects() -> None:
     missing = [name for name in CONSTRUCTORS if not is_defined(name)]
     assert not missing, f"tests/support/builders.py names what is not there: {missing}"

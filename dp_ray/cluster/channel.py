@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.membership import Leave, Loss, Member, Membership, View
+from dp_ray.cluster.membership import Leave, Left, Loss, Member, Membership, View
 
 GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
 
@@ -123,21 +123,24 @@ class Channel:
         self._phase: list[bytes] = []  # the last message on how far the workers' start is, until one has started
         self._is_closed = False
         self._group = ""  # of the workers that asked last for a job
+        self._num_workers = 1  # of these
+        self._lost: set[int] = set()  # the slots of those that are lost, until others are there in their places
+        self._is_mended = False  # some were lost, and the others stay
         self._lost_group = ""  # of the workers whose job was given up
         self._fired: set[int] = set()  # the numbers of faults that were injected
         self._ended: dict[str, set[int]] = {}  # the ranks that have ended, by attempt
         self._stores: dict[str, tuple[str, int]] = {}  # host and port, by attempt
         self._changed = asyncio.Condition()
-        self._losses = 0  # since a worker has last begun to serve
         self._begin_views()
         self._served = 0  # the number of what was served last, whose workers still say what they leave behind
 
     def _begin_views(self) -> None:
         self._membership: Membership | None = None  # of the workers of a job that goes on
+        self._started = 0  # how many workers the job takes
+        self._lost_early = 0  # how often workers were lost before the first view
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
         self._breaks_since: float | None = None  # the view of the membership
-        self._draining: list[bytes] = []  # what the driver is told once drained members have left
         self._rejoins: dict[int, bool] = {}  # by views that were left together: whether there is a next one
         self._saved: set[int] = set()  # the views whose rank 0 has kept the work
 
@@ -181,7 +184,7 @@ class Channel:
         async with self._changed:
             self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
             self._fired, self._ended, self._stores = set(), {}, {}
-            self._losses = self._served = 0
+            self._served = 0
             self._begin_views()
             self._terms, self._job = terms, job
             self._changed.notify_all()
@@ -213,13 +216,18 @@ class Channel:
             self._is_closed = True
             self._changed.notify_all()
 
-    async def next_job(self, after: int, group: str = "") -> tuple[Terms, list[Any]] | Ask:
+    async def next_job(
+        self, after: int, group: str = "", slot: int = 0, num_workers: int = 1
+    ) -> tuple[Terms, list[Any]] | Ask:
         """Return the first job after `after`, once there is one; Ask.STOP or Ask.RESTART if the worker is to leave.
 
         An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers. `group` is
-        the id of the workers that were started together: those of a job that was given up get no other.
+        the id of the `num_workers` that were started together: those of a job that was given up get no other. The
+        worker itself is the one in `slot`, as Ray Train numbers them.
         """
-        self._group = group or self._group
+        if group and group != self._group:
+            self._group, self._num_workers, self._lost, self._is_mended = group, num_workers, set(), False
+        self._lost.discard(slot)
         self._phase = []  # this worker has started
         async with self._changed:
             while not self._is_closed:
@@ -230,16 +238,6 @@ class Channel:
                         return Ask.RESTART
                 await self._changed.wait()
             return Ask.STOP
-
-    async def serves(self, message: bytes, number: int) -> None:
-        """Take in that a worker serves the modules of `number`."""
-        self._losses = 0
-        await self.put(message, number)
-
-    async def count_loss(self) -> int:
-        """Count a failure of workers that serve; return how many there were since one has begun to."""
-        self._losses += 1
-        return self._losses
 
     async def ended(self, number: int) -> None:
         """Return once job `number` has ended, or the workers are to leave."""
@@ -299,10 +297,54 @@ class Channel:
                 await self._changed.wait_for(lambda: have_all() or self._is_broken(view))
             return have_all()
 
-    async def has_views(self, number: int, group: str) -> bool:
-        """Return whether workers of this group run job `number` in views already."""
-        is_theirs = self._terms.number == number and group in self._groups[-1:]
+    async def has_views(self, number: int, group: str = "") -> bool:
+        """Return whether workers of this group, by default of the last one, run job `number` in views already."""
+        is_theirs = self._terms.number == number and (not group or group in self._groups[-1:])
         return is_theirs and self._membership is not None and self._membership.view.number > 0
+
+    async def view_after(self, number: int, group: str, view: int) -> tuple[str, View] | None:
+        """Return the view of those that serve, once there is another than this one of this group; with its group.
+
+        None once what they serve has ended.
+        """
+
+        def has_another() -> bool:
+            there = self._membership
+            return (
+                there is not None and there.view.number > 0 and (self._groups[-1], there.view.number) != (group, view)
+            )
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._terms.number != number or has_another())
+            if self._terms.number != number or self._membership is None:
+                return None
+            return self._groups[-1], self._membership.view
+
+    async def gone(self, number: int, names: list[str]) -> set[str]:
+        """Return those of these processes without which job `number` goes on, though they may live."""
+        there = self._membership if number == self._terms.number else None
+        return {name for name in names if there is not None and there.is_gone(name)}
+
+    async def exclude(self, number: int, name: str, why: str) -> None:
+        """Have job `number` go on without the process of this name."""
+        if number == self._terms.number and self._membership is not None:
+            async with self._changed:
+                self._membership.exclude([name], why)
+                self._settle(self._membership)
+
+    async def break_up(self, number: int) -> None:
+        """Have the workers of job `number` leave their view at once, and make another."""
+        if number == self._terms.number and self._membership is not None:
+            async with self._changed:
+                self._membership.break_up()
+                self._changed.notify_all()
+
+    async def mended(self) -> tuple[bool, set[int]]:
+        """Return whether workers were replaced alone, and the slots of those in whose places there are none yet.
+
+        Ray Train does not count a worker that was replaced alone among those of its node.
+        """
+        return self._is_mended, self._lost
 
     async def ask(
         self, number: int, group: str, member: Member, progress: int, has_lost_peer: bool, expected: int
@@ -316,6 +358,7 @@ class Channel:
             membership = self._membership_of(group, expected) if self._terms.number == number else None
             if membership is None:
                 return None
+            membership.expected = self._expected()
             may_ask = membership.ask(member, progress, has_lost_peer)
             self._heard[member.name] = time.monotonic()
             self._settle(membership)
@@ -339,27 +382,33 @@ class Channel:
     def _begin_views_of(self, group: str, expected: int) -> None:
         earlier = self._groups
         self._begin_views()
-        self._groups = [*earlier, group]
+        self._groups, self._started = [*earlier, group], expected
         self._membership = Membership(expected, expected if self._terms.needs_all else 1)
         self._ended = {}
 
+    def _expected(self) -> int:
+        """Return for how many workers the first view waits: those that live, at least one."""
+        return self._started if self._terms.needs_all else max(1, len(set(range(self._started)) - self._lost))
+
     def _settle(self, membership: Membership) -> None:
+        """Make the next view, if it can be; before any message of it, the driver is told who has left."""
         if membership.settle() is not None:
             self._breaks_since = None
-            self._messages += self._draining  # before a message of the view
-            self._draining = []
+        self._messages += [encoded(left) for left in membership.take_left()]
+        self._arrived.set()
         self._changed.notify_all()
 
     def _leave_silent_out(self, membership: Membership) -> None:
         """Exclude members that have given no sign for long, or compute for longer than a step may take."""
         if not membership.is_breaking:
             return
-        now = time.monotonic()
+        now, rejoin, step = time.monotonic(), self._terms.rejoin, self._terms.step
         self._breaks_since = self._breaks_since or now
-        is_hanging = self._terms.step is not None and now - self._breaks_since > self._terms.step
-        for member in membership.awaited():
-            if is_hanging or now - self._heard.get(member.name, 0.0) >= self._terms.rejoin:
-                membership.exclude(member.name)
+        awaited = [member.name for member in membership.awaited()]
+        silent = [name for name in awaited if now - self._heard.get(name, 0.0) >= rejoin]
+        membership.exclude(silent, f"it gave no sign for {rejoin:g} s (timeouts.rejoin)")
+        if step is not None and now - self._breaks_since > step:
+            membership.exclude(awaited, f"it did not leave its step within {step:g} s (timeouts.step)")
         self._settle(membership)
 
     async def survey(self, number: int, slots: tuple[int, ...]) -> Loss | None:
@@ -368,12 +417,16 @@ class Channel:
         None if nobody could go on: all are to start again.
         """
         membership = self._membership
-        if number != self._terms.number or membership is None or not membership.view.number:
+        if number != self._terms.number:
             return None
+        if membership is None or not membership.view.number:
+            lives = len(self._lost.union(slots)) < self._num_workers
+            return Loss((), self._lost_early + 1 if number else 0) if lives else None
+        loss = membership.loss_of(slots)
         ended = self._ended.get(_end_of(membership.view.number), ())
-        if len(ended) == len(membership.view.members) or membership.idle_views > VIEWS:
-            return None  # a member may have left for good
-        return membership.loss_of(slots)
+        may_have_left = loss is not None and bool(loss.ranks) and len(ended) == len(membership.view.members)
+        is_idle = membership.idle_views > VIEWS and not self._terms.serves
+        return None if may_have_left or is_idle else loss
 
     async def silent(self, number: int, seconds: float) -> list[Member]:
         """Return the members that have given no sign for so many seconds; none if no job runs in views."""
@@ -383,25 +436,27 @@ class Channel:
         late = time.monotonic() - seconds
         return [member for member in membership.awaited() if self._heard.get(member.name, late) <= late]
 
-    async def ranks_on(self, number: int, node_ids: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the ranks of the members on these nodes, if job `number` runs in views."""
-        members = () if number != self._terms.number or self._membership is None else self._membership.view.members
-        return tuple(rank for rank, member in enumerate(members) if member.node_id in node_ids)
-
-    async def drain(self, number: int, node_ids: tuple[str, ...], message: bytes) -> None:
-        """Have the members on these nodes leave after a step, for good; then the driver gets the message."""
+    async def drain(self, number: int, node_ids: tuple[str, ...], why: str) -> None:
+        """Have the members on these nodes leave after a step, for good; then the driver is told why."""
         membership = self._membership
-        if number == self._terms.number and membership is not None:
-            membership.drain(node_ids)
-            self._draining = [message] if membership.drained() else []
+        if number == self._terms.number and membership is not None and membership.view.number:
+            membership.drain(node_ids, why)
 
-    async def lose(self, number: int, slots: tuple[int, ...]) -> None:
-        """Take in that the processes in these slots have died; the driver has been told."""
-        if number == self._terms.number and self._membership is not None:
-            async with self._changed:
-                self._membership.lose(slots)
-                if not self._membership.drained():  # they are lost before they could leave
-                    self._draining = []
+    async def lose(self, number: int, slots: tuple[int, ...], why: str) -> None:
+        """Take in that the processes in these slots have died; the driver is told, if it does not know of them.
+
+        With the number 0 no job runs.
+        """
+        if number != self._terms.number:
+            return
+        async with self._changed:
+            self._lost.update(slots)
+            self._is_mended = True
+            if self._membership is None or not self._membership.view.number:
+                self._lost_early += 1
+            if self._membership is not None:
+                self._membership.expected = self._expected()
+                self._membership.lose(slots, why)
                 self._settle(self._membership)
 
     async def leave(self, view: int, rank: int, world_size: int, is_kept: bool) -> bool:
@@ -480,4 +535,14 @@ def send(channel: Any, message: Any, number: int = 0, wait: bool = True) -> None
 
 def receive(channel: Any, wait: bool = True) -> list[Any]:
     """Return the messages that have arrived, decoded; with `wait`, waits up to HOLD_SECONDS for one."""
-    return [pickle.loads(message) for message in ray.get(channel.receive.remote(wait))]
+    messages = [pickle.loads(message) for message in ray.get(channel.receive.remote(wait))]
+    return [_told(message) if isinstance(message, Left) else message for message in messages]
+
+
+def _told(left: Left) -> Any:
+    """Return the message of members that have left; only who receives it imports its class."""
+    from dp_ray.messages import Interrupted
+    from dp_ray.rundir.incidents import IncidentKind, Level
+
+    kind = IncidentKind.PREEMPTION if left.is_planned else IncidentKind.WORKER
+    return Interrupted(kind, left.why, left.ranks, Level.MEMORY)

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from dp_ray.cluster.channel import Ask, Request, Why
 from dp_ray.cluster.resources import Resources, capacity_for, resources_text, times
 from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
-from dp_ray.rundir.incidents import IncidentKind, Level
+from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.text import counted
 
 SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
@@ -288,25 +288,22 @@ class Memory:
 class Snapshot:
     """All facts of a decision: what failed, what the workers were asked to do, and what is remembered.
 
-    `num_workers` says how many of a session's workers the job takes, the first ones; None: all. `losses` counts the
-    failures of workers that serve parallel modules since one has begun to; None: they run a job.
+    `num_workers` says how many of a session's workers the job takes, the first ones; None: all.
     """
 
     failure: StartFailed | WorkersFailed
     request: Request
     memory: Memory
     num_workers: int | None = None
-    losses: int | None = None
 
 
 class Restart(Enum):
-    """An action on failed workers. If none has survived, REPLACE is RESTART, and LEAVE is GIVE_UP."""
+    """An action on failed workers. If none has survived, REPLACE is RESTART."""
 
     RESTART = auto()  # them and the survivors
     GIVE_UP = auto()
     WAIT = auto()
     REPLACE = auto()  # them alone
-    LEAVE = auto()  # start no other ones; the survivors go on
 
 
 class RestartReason(Enum):
@@ -329,8 +326,6 @@ class RestartReason(Enum):
     START_LOST = "workers were lost while they started"
     START_ERROR = "the workers cannot be started"
     NO_RETRIES = "all retries are used up"
-    SERVES = "workers that serve parallel modules were lost, and the survivors go on"
-    NEVER_SERVES = "the workers in the place of lost ones never begin to serve"
 
 
 @dataclass(frozen=True)
@@ -350,8 +345,6 @@ def decide_restart(snapshot: Snapshot, now: float) -> RestartDecision:
     seconds, on any clock.
     """
     failure, memory = snapshot.failure, snapshot.memory
-    if snapshot.losses is not None:
-        return _while_serving(failure, memory, snapshot.losses)
     if snapshot.request.ask is Ask.STOP:
         return RestartDecision(Restart.GIVE_UP, RestartReason.USER_STOPS, memory)
     if isinstance(failure, StartFailed):
@@ -419,35 +412,6 @@ def _after_start(failure: StartFailed, memory: Memory) -> RestartDecision:
             return _retry(memory, RestartReason.START_LOST, Interrupted(IncidentKind.WORKER, what, ()))
         case StartTrouble.ERROR:
             return RestartDecision(Restart.GIVE_UP, RestartReason.START_ERROR, memory)
-
-
-SERVING_STARTS = 3  # in a row, of workers in place of lost ones that served
-
-
-def _while_serving(failure: StartFailed | WorkersFailed, memory: Memory, losses: int) -> RestartDecision:
-    """Replace lost workers alone, as often as they come; but not those that fail again and again as they start."""
-    ranks = () if isinstance(failure, StartFailed) else (*failure.died, *failure.ended)
-    if isinstance(failure, StartFailed):
-        if failure.trouble is not StartTrouble.LOST:
-            return _after_start(failure, memory)
-        what = failure.cause
-    else:
-        what = what_failed(failure)
-        if failure.of(Ending.MISTAKEN):
-            return RestartDecision(Restart.LEAVE, RestartReason.MISTAKE, memory)
-    if losses <= SERVING_STARTS:
-        message = Interrupted(IncidentKind.WORKER, what, ranks)
-        return RestartDecision(Restart.REPLACE, RestartReason.SERVES, memory, message)
-    told = Note(
-        f"no other worker is started in the place of a lost one: {losses - 1} were lost as they started: {what}"
-    )
-    is_first = losses == SERVING_STARTS + 1  # Ray Train tells of the same failures again and again
-    return RestartDecision(Restart.LEAVE, RestartReason.NEVER_SERVES, memory, told if is_first else None)
-
-
-def survived(failure: WorkersFailed, ranks: tuple[int, ...]) -> Interrupted | None:
-    """Return what to tell of lost workers whose survivors go on; `ranks` are theirs, none if they took no part."""
-    return Interrupted(IncidentKind.WORKER, what_failed(failure), ranks, Level.MEMORY) if ranks else None
 
 
 def why_all_restart(failure: WorkersFailed | StartFailed) -> str:

@@ -88,9 +88,11 @@ def serve_meanwhile(listener: socket.socket, num_workers: int, do: Callable[[], 
 def fork_for_each(listener: socket.socket, until: TextIO, most: int | None = None) -> ForkRequest | None:
     """Fork a worker for each request, `most` in all. In a worker return the request, else None once `until` ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+    waiting = select.poll()  # select() takes no file number above 1,023: the listener has that of a driver's file
+    for file in (listener, until):
+        waiting.register(file, select.POLLIN)
     while most != 0:
-        ready, _, _ = select.select([listener.fileno(), until.fileno()], [], [])
-        if until.fileno() in ready:
+        if until.fileno() in dict(waiting.poll()):
             return None
         connection, _ = listener.accept()
         with connection:

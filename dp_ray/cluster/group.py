@@ -1,5 +1,7 @@
 """A worker's place and devices, and the process group of those that work together: on a job, or for modules."""
 
+import os
+import signal
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,24 +13,27 @@ import ray
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.cluster.channel import send
+from dp_ray.cluster.channel import GROUP, WorkerConfig, send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
+from dp_ray.cluster.membership import Member, View
 from dp_ray.engine.world import (
     CPU,
-    STATES,
     Cause,
     World,
+    cut_groups,
     failed_collective,
     form_group,
     group_error,
-    recorded_collectives,
+    leave_group,
     text_of,
 )
 from dp_ray.errors import JobError, WorkerError, frames_of
 from dp_ray.job.keys import WorkerKeys, gpu_number
-from dp_ray.messages import Failed, kind_of
+from dp_ray.messages import Ending, Failed, WorkerExit, kind_of
 from dp_ray.system.process import environment
-from dp_ray.system.threads import waits_for
+from dp_ray.system.threads import if_longer
+
+STUCK_SECONDS = 5.0  # in a collective of a view that is to be left at once, or while the group is left
 
 
 def place_of_worker(workers: int) -> World:
@@ -152,9 +157,32 @@ def report(channel: Any, job_number: int, attempt: str, world: World, error: Bas
     return text
 
 
-def is_stuck() -> bool:
-    """Return whether this worker waits in a collective, or its GPU does.
+def next_view(
+    worker: WorkerConfig, here: World, progress: int = 0, has_lost_peer: bool = False
+) -> tuple[View, World, int] | None:
+    """Ask for the next view; return it, this worker's place in it, and how many of its workers are on this node.
 
-    The host does not wait in one of NCCL, but later, for the GPU, anywhere.
+    `progress` counts what this worker has finished, -1: it is a newcomer. None if what runs has ended. Raises
+    WorkerExit if the others go on without this worker.
     """
-    return bool(waits_for()) or any(collective.state != STATES[-1] for collective in recorded_collectives()[1])
+    member = Member(worker.name, here.rank, worker.node_id)
+    given = worker.number, os.environ[GROUP], member, progress, has_lost_peer, here.world_size
+    view: View | None = ray.get(worker.channel.ask.remote(*given))
+    if view is None:
+        if ray.get(worker.channel.state.remote())[1].number != worker.number:
+            return None
+        raise WorkerExit(Ending.LOST_PEER, "the others go on without this worker", False)
+    at = view.place(member.name)
+    world = replace(here, rank=at.rank, world_size=at.world_size, local_rank=at.local_rank, node_rank=at.node_rank)
+    return view, world, at.local_world_size
+
+
+def leave_view(is_broken: bool) -> None:
+    """Leave the groups of a view; `is_broken` says that a member was lost."""
+    if not is_broken:
+        leave_group()
+        return
+    cut_groups()  # so that all others hear of it
+    # A sum that gloo has begun may not end even then. One more is dead so, and the others need not wait.
+    with if_longer(STUCK_SECONDS, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        leave_group()

@@ -17,10 +17,11 @@ import ray
 from torch.distributed import distributed_c10d
 
 from dp_ray.cluster.channel import Ask, WorkerConfig, encoded, send
+from dp_ray.cluster.group import STUCK_SECONDS
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import TIMEOUT, Collective, World, cut_groups, recorded_collectives
+from dp_ray.engine.world import STATES, TIMEOUT, Collective, World, cut_groups, is_gpu, recorded_collectives
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.messages import Beat, FaultInjected, Message, Note, Started, beat_interval
 from dp_ray.monitor.faults import Fault
@@ -55,7 +56,6 @@ def bring_about(fault: Fault, driver_node: str) -> None:
 
 
 SHOWN_FRAMES = 12
-STUCK_SECONDS = 5.0  # in a collective of a view that is to be left at once, or while the group is left
 
 
 class Heartbeat(StepControl):
@@ -210,9 +210,18 @@ class Heartbeat(StepControl):
     def _end_if_stuck(self, is_to_leave: bool) -> None:
         """End this process if it waits for a peer even so, as where the connections are not known."""
         now = time.monotonic()
-        self._stuck_since = (self._stuck_since or now) if is_to_leave and waits_for() else None
+        self._stuck_since = (self._stuck_since or now) if is_to_leave and self._is_stuck() else None
         if self._stuck_since is not None and now - self._stuck_since > STUCK_SECONDS:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_stuck(self) -> bool:
+        """Return whether this worker waits in a collective, or its GPU does.
+
+        The host does not wait in one of NCCL, but later, for the GPU, anywhere.
+        """
+        if not is_gpu(self._world.device):
+            return bool(waits_for())
+        return bool(waits_for()) or any(each.state != STATES[-1] for each in recorded_collectives()[1])
 
     def _state(self) -> Beat:
         since, step = self._since, self._step

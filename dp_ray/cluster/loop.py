@@ -31,8 +31,9 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
         if first.type == "cuda" and torch.cuda.is_available():
             with suppress(RuntimeError):  # of a GPU that is busy or broken: a job that needs it meets that
                 torch.cuda.set_device(first)
-    rank, job_number = place_of_this_worker().get_world_rank(), 0
-    while (answer := ray.get(worker.channel.next_job.remote(job_number, os.environ[GROUP]))) is not Ask.STOP:
+    place, job_number = place_of_this_worker(), 0
+    rank, here = place.get_world_rank(), (os.environ[GROUP], place.get_world_rank(), place.get_world_size())
+    while (answer := ray.get(worker.channel.next_job.remote(job_number, *here))) is not Ask.STOP:
         if answer is Ask.RESTART:
             raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
         terms, given = answer

@@ -5,7 +5,7 @@ part, and gets the next view once all that live have asked. Where a member is lo
 leave it at once; where a newcomer asks, they leave it together after a step.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -52,10 +52,26 @@ class Place:
 
 @dataclass(frozen=True)
 class Loss:
-    """Members that are lost: their ranks, and how often some were since a step was finished, now too."""
+    """Members that are lost: their ranks, and how often some were since a step was finished, now too.
+
+    `has_excluded` says that among the lost processes is one that took part until it was excluded.
+    """
 
     ranks: tuple[int, ...]
     losses: int
+    has_excluded: bool = False
+
+
+@dataclass(frozen=True)
+class Left:
+    """Members that take part no more, which is told once: their ranks in the view that they leave, and why.
+
+    They were lost or excluded, or `is_planned`: they leave after a step, since their nodes are taken away.
+    """
+
+    ranks: tuple[int, ...]
+    why: str
+    is_planned: bool = False
 
 
 class Phase(Enum):
@@ -81,7 +97,7 @@ class Membership:
 
     The first view has `expected` workers, and each later one at least `least`. A process that was lost or excluded
     takes part no more, even if it lives: another one may be in its place. `losses` counts the views that members were
-    lost of, one after another, between which no step was finished.
+    lost of, one after another, between which no step was finished. However a member leaves, `take_left` has it once.
     """
 
     expected: int
@@ -93,7 +109,9 @@ class Membership:
     _finished: dict[str, int] = field(default_factory=dict)  # the progress of each of these
     _since: dict[str, int] = field(default_factory=dict)  # the number of the first view of each process, by its name
     _gone: set[str] = field(default_factory=set)
-    _drained: frozenset[str] = frozenset()  # the ids of nodes that will be taken away
+    _excluded: frozenset[int] = frozenset()  # the slots of those whose processes may live
+    _drained: Mapping[str, str] = field(default_factory=dict)  # why nodes will be taken away, by their ids
+    _left: tuple[Left, ...] = ()  # since the last `take_left`
     progress: int = -1  # the most that a worker is known to have finished
     idle_views: int = 0  # made since a step was finished
     _settled_at: int = -1  # the progress when a view was last made
@@ -106,7 +124,9 @@ class Membership:
         """
         if member.name in self._gone:
             return False
-        self._leave_out({each.name for each in self._known() if each.slot == member.slot} - {member.name})
+        before = {each.name for each in self._known() if each.slot == member.slot} - {member.name}
+        self._leave_out(before, "another process is in its place")
+        self._excluded -= {member.slot}
         self.reach(progress)
         is_newcomer = self.view.rank(member.name) is None
         if is_newcomer and member.node_id in self._drained and self.view.members:
@@ -118,42 +138,56 @@ class Membership:
             self.phase = Phase.PLANNED
         return True
 
-    def lose(self, slots: Collection[int]) -> tuple[int, ...]:
+    def lose(self, slots: Collection[int], why: str = "") -> tuple[int, ...]:
         """Take in that the processes in these slots have died; return their ranks in the view."""
-        return self._leave_out({member.name for member in self._known() if member.slot in slots})
+        self._excluded -= frozenset(slots)
+        return self._leave_out({member.name for member in self._known() if member.slot in slots}, why)
 
-    def exclude(self, name: str) -> None:
-        """Go on without a member that has given no sign for long, and may live."""
-        self._leave_out({name})
+    def exclude(self, names: Collection[str], why: str = "") -> None:
+        """Go on without members that have given no sign for long, and may live."""
+        self._excluded |= {member.slot for member in self.view.members if member.name in names}
+        self._leave_out(set(names), why)
+
+    def take_left(self) -> tuple[Left, ...]:
+        """Return who has left for good since the last call."""
+        left, self._left = self._left, ()
+        return left
 
     def reach(self, progress: int) -> None:
         """Take in that a worker has finished so much."""
         self.progress = max(self.progress, progress)
 
-    def drain(self, node_ids: Collection[str]) -> None:
+    def drain(self, node_ids: Collection[str], why: str = "") -> None:
         """Have the members on these nodes leave after a step, for good; the others go on, if there are any."""
-        self._drained |= frozenset(node_ids)
+        self._drained = {**self._drained, **dict.fromkeys(node_ids, why)}
         if self.phase is Phase.SETTLED and self.drained():
             self.phase = Phase.PLANNED
 
     def drained(self) -> list[Member]:
-        """Return the members on nodes that are drained; none if all are."""
+        """Return the members on nodes that are drained; none if too few are on others."""
         here = [member for member in self.view.members if member.name not in self._gone]
         drained = [member for member in here if member.node_id in self._drained]
-        return drained if len(drained) < len(here) else []
+        return drained if len(here) - len(drained) >= self.least else []
 
     def break_up(self) -> None:
         """Have all members leave their view at once."""
         self.phase = Phase.BREAKING
 
-    def _leave_out(self, names: set[str]) -> tuple[int, ...]:
-        ranks = tuple(rank for rank, member in enumerate(self.view.members) if member.name in names - self._gone)
-        self._gone |= names
-        for name in names & self._asking.keys():
-            del self._asking[name]
+    def _leave_out(self, names: set[str], why: str) -> tuple[int, ...]:
+        ranks = self._leave(names, why)
         if ranks:
             self.losses, self._has_lost = self._losses_with_one(), True
             self.phase = Phase.BREAKING
+        return ranks
+
+    def _leave(self, names: Collection[str], why: str, is_planned: bool = False) -> tuple[int, ...]:
+        """Go on without these processes; return the ranks of those that have not left before."""
+        leaving = set(names) - self._gone
+        ranks = tuple(rank for rank, member in enumerate(self.view.members) if member.name in leaving)
+        self._gone |= leaving
+        self._asking = {name: each for name, each in self._asking.items() if name not in leaving}
+        if ranks:
+            self._left += (Left(ranks, why, is_planned),)
         return ranks
 
     def _losses_with_one(self) -> int:
@@ -185,7 +219,7 @@ class Membership:
         lost = [member for member in self.view.members if member in living and member.slot in slots]
         ranks = tuple(rank for rank, member in enumerate(self.view.members) if member in lost)
         losses = self._losses_with_one() if lost else self.losses
-        return Loss(ranks, losses)
+        return Loss(ranks, losses, not self._excluded.isdisjoint(slots))
 
     def awaited(self) -> list[Member]:
         """Return the members without whose asking there is no next view."""
@@ -201,10 +235,13 @@ class Membership:
         if len(self._asking) < (self.expected if self.phase is Phase.BEGINNING else self.least):
             return None
         number = self.view.number + 1
-        staying = {name: each for name, each in self._asking.items() if each.node_id not in self._drained}
-        if max(self._finished[name] for name in self._asking) in {self._finished[name] for name in staying}:
-            self._gone |= self._asking.keys() - staying.keys()  # else they have what no other one has, and stay
-            self._asking = staying
+        leaving = {name: each.node_id for name, each in self._asking.items() if each.node_id in self._drained}
+        staying = self._asking.keys() - leaving.keys()
+        has_newest = max(self._finished[name] for name in self._asking) in {self._finished[name] for name in staying}
+        if has_newest and len(staying) >= self.least:
+            for why in dict.fromkeys(self._drained.values()):  # else they have what no other one has, and stay
+                names = [name for name, node_id in leaving.items() if self._drained[node_id] == why]
+                self._leave(names, why, is_planned=True)
         by_age = sorted(self._asking.values(), key=lambda each: (self._since.get(each.name, number), each.slot))
         nodes = list(dict.fromkeys(member.node_id for member in by_age))
         members = sorted(by_age, key=lambda each: nodes.index(each.node_id))

@@ -32,15 +32,12 @@ from dp_ray.cluster.decisions import (
     decide_restart,
     decide_scaling,
     is_worth_a_look,
-    survived,
     what_failed,
     why_all_restart,
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
-from dp_ray.cluster.membership import Loss
 from dp_ray.errors import ClusterLost
 from dp_ray.messages import Ending, GaveUp, Interrupted, Message, Note, Starting, Waits, beat_interval
-from dp_ray.rundir.incidents import IncidentKind, Level
 from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted, listed
 
@@ -143,7 +140,7 @@ class ElasticScalingPolicy:
         addresses = tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in draining))
         wanted = self._wanted.of_job(job.workers, job.can_stop) if job.number else self._wanted
         running = Running(wanted, len(node_ids), started, self._last_count, addresses, num_lost=num_lost)
-        if job.goes_on:
+        if job.goes_on and not job.needs_all:
             running = replace(running, num_staying=sum(node_id not in draining for node_id in node_ids))
         if is_worth_a_look(running, now):
             running = replace(running, capacity=self._capacity(self._nodes(must_answer=False)))
@@ -152,14 +149,7 @@ class ElasticScalingPolicy:
         if decision.request is not None and decision.request.ask is not request.ask:
             self._request(decision.request)
         if decision.do is Resize.LEAVE:
-            self._drain(job, tuple(draining), decision.text)
-
-    def _drain(self, job: Terms, node_ids: tuple[str, ...], text: str) -> None:
-        """Have the workers on these nodes leave their view, and the others go on."""
-        ranks = ray.get(self._channel.ranks_on.remote(job.number, node_ids))
-        if ranks:
-            told = encoded(Interrupted(IncidentKind.PREEMPTION, text, ranks, Level.MEMORY))
-            ray.get(self._channel.drain.remote(job.number, node_ids, told))
+            ray.get(self._channel.drain.remote(job.number, tuple(draining), decision.text))
 
     def _look_at(self, job: Terms) -> None:
         self._avoided = job.avoided
@@ -218,17 +208,13 @@ def lose_cut_off(channel: Any, job: Terms, num_workers: int) -> None:
     there = nodes_that_answer({member.node_id for member in silent}) if silent else set()
     if slots := [member.slot for member in silent if member.node_id not in there]:
         failure = WorkersFailed({}, dict.fromkeys(slots, "its node does not answer"))
-        loss = ray.get(channel.survey.remote(job.number, tuple(slots)))
-        if loss is not None:
-            go_on_without(channel, job, failure, loss)
+        if ray.get(channel.survey.remote(job.number, tuple(slots))) is not None:
+            go_on_without(channel, job, failure)
 
 
-def go_on_without(channel: Any, job: Terms, failure: WorkersFailed, loss: Loss) -> None:
-    """Tell the driver of lost workers, and have the others go on."""
-    told = survived(failure, loss.ranks)
-    if told is not None:
-        send(channel, told)  # first: the next view may begin at once
-    ray.get(channel.lose.remote(job.number, (*failure.died, *failure.ended)))
+def go_on_without(channel: Any, job: Terms, failure: WorkersFailed) -> None:
+    """Have the others go on without these workers; the channel tells the driver."""
+    ray.get(channel.lose.remote(job.number, (*failure.died, *failure.ended), what_failed(failure)))
 
 
 @dataclass(eq=False)
@@ -236,6 +222,7 @@ class RestartPolicy:
     """Decides whether failed workers are restarted; it remembers a job's failures, and reports to the driver."""
 
     channel: Any
+    keeps_idle: bool = False  # where no job runs, lost workers are replaced alone
     _job: Terms = IDLE
     _memory: Memory = field(default_factory=lambda: Memory(IDLE.retries))
     _last: Restart | None = None  # its last decision
@@ -254,15 +241,14 @@ class RestartPolicy:
 
     def _decide(self, failure: WorkersFailed | StartFailed) -> Restart:
         request, job = ray.get(self.channel.state.remote())
-        if job.number != self._job.number:
-            self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
-            self._failed_starts = 0
-        if job.goes_on and request.ask is not Ask.STOP:
+        self._look_at(job)
+        if self._goes_on(job) and request.ask is not Ask.STOP:
             do = self._with_survivors(failure, job)
             if do is not None:
                 return do
-        losses = ray.get(self.channel.count_loss.remote()) if job.serves else None
-        snapshot = Snapshot(failure, request, self._memory, job.workers or None, losses)
+        if job.serves and ray.get(self.channel.has_views.remote(job.number)):  # they have served since the last start
+            self._memory = replace(self._memory, retries=job.retries)
+        snapshot = Snapshot(failure, request, self._memory, job.workers or None)
         decision = decide_restart(snapshot, time.monotonic())
         self._memory = decision.memory
         if decision.do is not Restart.WAIT:  # a job that is given up leaves its memory to the next one's workers too
@@ -277,10 +263,18 @@ class RestartPolicy:
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 
+    def _look_at(self, job: Terms) -> None:
+        if job.number != self._job.number:
+            self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
+            self._failed_starts = 0
+
     def on_more(self, failure: WorkersFailed | StartFailed) -> Restart | None:
         """Take in all failures that are known by now, before the failed workers are replaced."""
         job = ray.get(self.channel.state.remote())[1]
-        return self._with_survivors(failure, job) if job.goes_on else None
+        return self._with_survivors(failure, job) if self._goes_on(job) else None
+
+    def _goes_on(self, job: Terms) -> bool:
+        return job.goes_on if job.number else self.keeps_idle
 
     def _with_survivors(self, failure: WorkersFailed | StartFailed, job: Terms) -> Restart | None:
         """Replace lost workers alone, and tell the driver; None if all are to start again, or the job is given up."""
@@ -289,19 +283,22 @@ class RestartPolicy:
                 return None  # all were to start again
             self._count_failed_start(failure.cause)
             return Restart.REPLACE
-        if len(failure.of(Ending.LOST_PEER)) < len(failure.ended):
-            return None  # an error of a survivor
+        if len(failure.of(Ending.LOST_PEER)) < len(failure.ended) and not job.serves:
+            return None  # an error of a survivor; one that serves is lost alone
         loss = ray.get(self.channel.survey.remote(job.number, (*failure.died, *failure.ended)))
         if loss is None:
             return None
-        if loss.losses > job.retries:
+        if loss.losses > job.retries and not job.serves:  # a call that ends its workers ends itself, after some tries
             self._memory = replace(self._memory, retries=0)
             return None
-        go_on_without(self.channel, job, failure, loss)
-        if loss.ranks:
+        go_on_without(self.channel, job, failure)
+        if loss.ranks or loss.has_excluded:
             self._failed_starts = 0
-        elif self._replaced & failure.died.keys():
+        elif self._replaced & (failure.died.keys() | (failure.ended.keys() if job.serves else set())):
             self._count_failed_start(what_failed(failure))
+        elif failure.died:  # the next job is told too, if it begins before another worker is there
+            told = f"a worker that took no part is lost, and another one starts in its place: {what_failed(failure)}"
+            ray.get(self.channel.put_phase.remote(encoded(Note(told))))
         return Restart.REPLACE
 
     def _count_failed_start(self, why: str) -> None:
@@ -316,10 +313,14 @@ class RestartPolicy:
         `places` has the ids of the nodes on which they would run, "" where Ray has none yet.
         """
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS or self._failed_starts >= REPLACING_STARTS:
+        if now - self._looked < LOOK_SECONDS:
             return set()
         self._looked = now
-        out = draining_nodes() | set(ray.get(self.channel.state.remote())[1].avoided)
+        job = ray.get(self.channel.state.remote())[1]
+        self._look_at(job)
+        if self._failed_starts >= REPLACING_STARTS:
+            return set()
+        out = draining_nodes() | set(job.avoided)
         there = nodes_that_answer(set(places.values()) - out - {""})
         found = {rank for rank, node_id in places.items() if node_id in there}
         if not found and not self._says_no_room:

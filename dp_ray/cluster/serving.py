@@ -1,8 +1,8 @@
-"""Workers that serve a process's parallel modules, as the driver sees them: members, their group, answers and losses.
+"""Workers that serve a process's parallel modules, as the driver sees them: members, their view, answers and losses.
 
-Messages and answers go between driver and worker directly. The channel brings what else happens: a worker begins to
-serve, one is lost, or the workers wait for room. Survivors of a loss stay: they form another group, and the newcomer
-joins it later.
+Messages and answers go between driver and worker directly. The channel makes the views, as for a job whose workers go
+on, and brings what else happens: a worker will serve, one is lost, or the workers wait for room. All leave a view
+where the driver says so, between two calls: after a loss, or since a newcomer has come.
 """
 
 import math
@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
-import torch
 from ray.cloudpickle import CloudPickler
 from ray.exceptions import RayActorError, RayError
 
 from dp_ray.cluster.channel import receive
+from dp_ray.cluster.internals.train import why_failed
 from dp_ray.cluster.resources import resources_text
-from dp_ray.cluster.serving_messages import JoinGroup, LeaveGroup, Serves, framed, unframed
-from dp_ray.engine.world import World
+from dp_ray.cluster.serving_messages import HasFormed, LeaveView, Serves, framed, unframed
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, Interrupted, Note, Starting, Waits, error_of
@@ -34,16 +33,16 @@ if TYPE_CHECKING:
     from dp_ray.cluster.workers import Say, StartedWorkers
 
 START_SECONDS = 300.0  # until a worker has imported what it needs, on a node that has it on a slow disk
-LOOK_SECONDS = 0.5  # between two looks at workers that may hang, once one is lost
-HANG_SECONDS = 5.0  # in a collective with a peer that is gone, after which a worker is given up too
+LOOK_SECONDS = 0.5  # between two looks at whether the others go on without a worker that is waited for
 END_SECONDS = 10.0  # until workers have restored their processes for what comes next
-GROUPS = 8  # that may fail to form, one after the other
+VIEWS = 8  # whose groups may fail to form, one after the other
 
 
 @dataclass(eq=False, kw_only=True)
 class RayMember(ServingWorker):
-    """A worker that serves, on Ray; `slot` is its rank among those that were started."""
+    """A worker that serves, on Ray: the process of this `name`; `slot` is its rank among those that were started."""
 
+    name: str
     slot: int
     handle: Any
 
@@ -70,12 +69,12 @@ class RayServing:
         self._say = say
         self._at_end = at_end
         self._is_last = is_last
-        self.members: list[RayMember] = []
+        self.members: list[RayMember] = []  # of the view, by rank
+        self._known: dict[str, RayMember] = {}  # by name: these, and others that have come since
+        self._view = "", 0  # the id of the workers that were started together, and the number of their view
         self._unsettled: dict[RayMember, Any] = {}  # references to answers that nobody has waited for to the end
-        self._num_workers = 0  # that serve or are about to; 0 until one has said how many
+        self._has_served = False
         self._has_changed = True
-        self._num_groups = 0
-        self._lost_since: float | None = None  # the first loss since the group has formed
         self._computes: Mapping[str, str] = {}  # what all members do, if their bits have to be the same
         self._began = time.monotonic()
         # What the thread has heard, under the condition's lock.
@@ -84,6 +83,7 @@ class RayServing:
         self._placed_at: float | None = None  # when there was room for the workers
         self._failed: Failed | None = None
         self._why_lost = ""
+        self._is_told_of_loss = False
         self._finished: list[Finished] = []
         self.is_closed = False
         self._gives_up = False  # to hear the rest
@@ -93,7 +93,7 @@ class RayServing:
             self._thread.start()
             opening.callback(self.close)
             workers.trainer.when_ended(self._wake)
-            self._await(lambda: 0 < self._num_workers <= len(self.members))
+            self.ready()
             opening.pop_all()
 
     # What the channel tells, in a thread of its own.
@@ -129,15 +129,13 @@ class RayServing:
             case Finished():
                 self._finished.append(message)
             case Interrupted(what=what, ranks=ranks):
-                if ranks:
-                    self._workers.is_mended = True
-                self._why_lost = what
+                self._why_lost, self._is_told_of_loss = what, True
                 which = f"rank {', '.join(map(str, ranks))}: " if ranks else ""
                 self._say(f"a worker is lost, and another one starts in its place ({which}{what})")
             case Note(text=text) | Waits(what=text):
                 self._say(text)
 
-    # Members, and their group.
+    # Members, and their view.
 
     def ready(self) -> list[RayMember]:
         """Return the workers that are there, in the order of their ranks in one process group.
@@ -150,42 +148,51 @@ class RayServing:
                 "the Ray of the module's workers was shut down: make another dp_ray.DataParallel of it"
             )
         why = "workers are lost again and again"
-        for _ in range(GROUPS + 1):
+        for _ in range(VIEWS + 1):
             self._settle()
-            self._await(lambda: bool(self.members))
-            if not self._has_changed:
+            self._await(lambda: True)  # it takes in those that have come
+            if self.members and not self._has_changed:
                 return list(self.members)
-            if any(
-                isinstance(answer, Lost) for answer in self.ask(dict.fromkeys(self.members, LeaveGroup())).values()
-            ):
-                continue
-            self._lost_since = None
-            failed = [answer for answer in self.ask(self._joins()).values() if answer is not None]
+            self.ask(dict.fromkeys(self.members, LeaveView()))
+            self.members = self._next_view()
+            self._has_changed = self._has_newcomer()
+            formed = self.ask(dict.fromkeys(self.members, HasFormed(self._view[1])))
+            failed = [answer for answer in formed.values() if answer]
+            if not failed:
+                return list(self.members)
             why = next((answer for answer in failed if isinstance(answer, str)), why)
-            self._has_changed = bool(failed)
+            self._has_changed = True
         raise ClusterError(f"the workers cannot form a process group: {why}")
 
-    def _joins(self) -> dict[RayMember, JoinGroup]:
-        from dp_ray.cluster.workers import backend_of  # here: it comes with Ray Train
+    def _next_view(self) -> list[RayMember]:
+        """Return the members of the next view, by rank; wait for it, and for what they say of themselves."""
+        channel = self._workers.channel
+        coming = channel.view_after.remote(self._job_number, *self._view)
 
-        members = self.members
-        self._num_groups += 1
-        node_ids = [member.place.node_id for member in members]
-        nodes = list(dict.fromkeys(node_ids))
-        joins = {}
-        backend = backend_of(self.keys, self.each.get("GPU", 0))
-        for rank, member in enumerate(members):
-            world = World(
-                rank=rank,
-                world_size=len(members),
-                local_rank=node_ids[:rank].count(member.place.node_id),
-                node_rank=nodes.index(member.place.node_id),
-                node=member.place.node,
-                device=torch.device(member.place.device),
-            )
-            attempt = f"{self._job_number}-{self._num_groups}"
-            joins[member] = JoinGroup(attempt, world, backend, node_ids.count(member.place.node_id))
-        return joins
+        def has_come() -> bool:
+            return bool(ray.wait([coming], timeout=0)[0])
+
+        coming.future().add_done_callback(lambda _: self._wake())
+        self._await(has_come)
+        with self._workers.reached.kept():
+            found = ray.get(coming)
+        if found is None:
+            raise ClusterError("the workers serve no longer: they were closed")
+        group, view = found
+        self._view = group, view.number
+        names = [member.name for member in view.members]
+        self._await(lambda: self._known.keys() >= set(names))
+        return [self._known[name] for name in names]
+
+    def _has_newcomer(self) -> bool:
+        """Return whether a worker that has come is not in the view: it may have asked for one too late."""
+        others = self._known.keys() - {member.name for member in self.members}
+        if others:
+            with self._workers.reached.kept():
+                gone = ray.get(self._workers.channel.gone.remote(self._job_number, list(others)))
+            for name in gone:
+                del self._known[name]
+        return len(self._known) > len(self.members)
 
     def keep_one_kind(self) -> None:
         """Take no worker from now on that computes differently; raises JobError if there is one already."""
@@ -200,6 +207,8 @@ class RayServing:
         began = time.monotonic()
         with self._heard:
             while True:
+                self._has_changed |= self._is_told_of_loss
+                self._is_told_of_loss = False
                 arrived, self._arrived = self._arrived, []
                 for serves in arrived:
                     self._take_in(serves)
@@ -220,10 +229,9 @@ class RayServing:
     def _check_wait(self, began: float) -> None:
         """Raise ClusterError if the workers have been waited for too long."""
         now = time.monotonic()
-        if self._num_workers:
+        if self._has_served:
             if now - began > START_SECONDS:
-                few = f"only {len(self.members)} of {counted(self._num_workers, 'worker')} have started"
-                raise ClusterError(few if self.members else "all workers are lost, and no other one has started")
+                raise ClusterError("all workers are lost, and no other one has started")
         elif self._placed_at is None:
             seconds = self.keys.timeouts.capacity or math.inf
             if now - self._began > seconds:
@@ -233,15 +241,24 @@ class RayServing:
             raise ClusterError(f"no worker has started in {START_SECONDS:g} s")
 
     def _take_in(self, serves: Serves) -> None:
-        self._num_workers = serves.num_workers
+        self._has_served = True
         if self._computes and serves.place.computes != self._computes:
             there = [("the others", self._computes), (serves.place.node, serves.place.computes)]
-            self._say(f"no worker is taken on {serves.place.node}, which would change the bits: {difference(there)}")
+            why = f"no worker is taken on {serves.place.node}, which would change the bits: {difference(there)}"
+            self._say(why)
+            self._workers.channel.avoid.remote(self._job_number, (serves.place.node_id,))
+            self._exclude(serves.name, why)
             return
-        others = [other for other in self.members if other.slot != serves.rank]  # one in its place is gone
-        newcomer = RayMember(serves.place, slot=serves.rank, handle=serves.handle)
-        self.members = sorted([*others, newcomer], key=lambda member: member.slot)
+        for other in [other for other in self._known.values() if other.slot == serves.slot]:
+            if other not in self.members:  # it was lost before it took part
+                del self._known[other.name]
+        self._known[serves.name] = RayMember(serves.place, name=serves.name, slot=serves.slot, handle=serves.handle)
         self._has_changed = True
+
+    def _exclude(self, name: str, why: str) -> None:
+        """Have the others go on without the worker of this name."""
+        with suppress(RayError):  # the cluster is lost: whoever calls the workers finds out
+            ray.get(self._workers.channel.exclude.remote(self._job_number, name, why))
 
     # Messages.
 
@@ -255,57 +272,58 @@ class RayServing:
             for member, message in messages.items():
                 self._unsettled[member] = member.handle.answer.remote(framed(message))
         except BaseException:  # as of Ctrl-C: those that have a message may wait for others that have none
-            self._has_changed, self._lost_since = True, self._lost_since or time.monotonic()
+            self._has_changed = True
+            self._workers.channel.break_up.remote(self._job_number)
             raise
         try:
-            framed_answers = ray.get(list(self._unsettled.values()))
+            framed_answers = ray.get(list(self._unsettled.values()), timeout=LOOK_SECONDS)
             self._unsettled.clear()
             answers = dict(zip(messages, map(unframed, framed_answers), strict=True))
-        except RayError:  # each is looked at alone
+        except RayError:  # each is looked at alone, also if they take longer
             found = self._settle()
             answers = {member: found[member] for member in messages}
         self._has_changed |= any(map(has_left, answers.values()))
         return answers
 
     def _settle(self) -> dict[RayMember, Any]:
-        """Wait for all answers; give up workers that hang in a collective with one that is gone."""
+        """Wait for all answers; that of a worker without which the others go on is `Lost`."""
         answers: dict[RayMember, Any] = {}
         failures: list[Exception] = []
-        hangs_since: dict[RayMember, float] = {}
         while waiting := self._unsettled:
-            references = list(waiting.values())
-            ready, _ = ray.wait(references, num_returns=len(references), timeout=LOOK_SECONDS)
-            for member, reference in list(waiting.items()):
-                if reference in ready:
+            by_reference = {reference: member for member, reference in waiting.items()}
+            ready, _ = ray.wait(list(by_reference), num_returns=1, timeout=LOOK_SECONDS)
+            for reference in ready:
+                member = by_reference[reference]
+                del waiting[member]
+                try:
+                    answers[member] = unframed(ray.get(reference))
+                except RayActorError as error:
+                    answers[member] = self._lose(member, why_failed(error))
+                except RayError as error:
+                    cause = getattr(error, "cause", None)  # of RayTaskError: what was raised there
+                    failures.append(cause if isinstance(cause, Exception) else error)
+            if not ready:
+                names = [member.name for member in waiting]
+                with self._workers.reached.kept():
+                    gone = ray.get(self._workers.channel.gone.remote(self._job_number, names))
+                for member in [member for member in waiting if member.name in gone]:
                     del waiting[member]
-                    try:
-                        answers[member] = unframed(ray.get(reference))
-                    except RayActorError as error:
-                        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                        answers[member] = Lost(" ".join(lines[:2]))
-                        self._lose(member)
-                    except RayError as error:
-                        cause = getattr(error, "cause", None)  # of RayTaskError: what was raised there
-                        failures.append(cause if isinstance(cause, Exception) else error)
-                elif self._lost_since is not None and _hangs(member):
-                    since = hangs_since.setdefault(member, time.monotonic())
-                    if time.monotonic() - since > HANG_SECONDS:
-                        ray.kill(member.handle)
-                else:
-                    hangs_since.pop(member, None)
+                    answers[member] = self._lose(member, "the others go on without it")
         if failures:
             self._has_changed = True  # one that has failed may have left the group
             raise failures[0]
         return answers
 
-    def _lose(self, member: RayMember) -> None:
+    def _lose(self, member: RayMember, why: str) -> Lost:
         """Go on without a member, in whose place Ray Train's controller starts another worker."""
         with suppress(Exception):  # Ray's many types; it may be gone already
             ray.kill(member.handle)
+        self._exclude(member.name, why)
+        self._known.pop(member.name, None)
         if member in self.members:
             self.members.remove(member)
         self._has_changed = True
-        self._lost_since = self._lost_since or time.monotonic()
+        return Lost(why)
 
     def close(self) -> None:
         """Have the workers serve no longer, and end what was started for this."""
@@ -322,11 +340,3 @@ class RayServing:
             self._workers.take_end(self._finished)
         self.members = []
         self._at_end()
-
-
-def _hangs(member: RayMember) -> bool:
-    from dp_ray.cluster.group import is_stuck  # here: it comes with Ray Train
-
-    with suppress(RayError):
-        return bool(ray.get(member.handle.execute.remote(is_stuck), timeout=LOOK_SECONDS))
-    return False

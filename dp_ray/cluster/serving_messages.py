@@ -8,30 +8,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dp_ray.engine.world import World
 from dp_ray.tasks.wire import IN_LINE_BYTES, WorkerPlace
 
 
 class Serves(NamedTuple):
-    """A worker says by the channel that it serves; `num_workers` do or will. Its `handle` takes messages."""
+    """A worker says by the channel that it will serve, before it asks for a view. Its `handle` takes messages.
 
-    rank: int
-    num_workers: int
+    It is the process of this `name`, in this `slot` of those that were started.
+    """
+
+    name: str
+    slot: int
     place: WorkerPlace
     handle: Any
 
 
-class LeaveGroup(NamedTuple):
-    """Leave the process group. So it is known, before another one is formed, who is there."""
+class LeaveView(NamedTuple):
+    """Leave the process group, and ask the channel for the next view. The answer comes first."""
 
 
-class JoinGroup(NamedTuple):
-    """Form a process group; the answer is why it could not be formed, None if it was."""
+class HasFormed(NamedTuple):
+    """Say why the group of the view of this number could not be formed; None if it was."""
 
-    attempt: str
-    world: World
-    backend: str
-    local_world_size: int
+    view: int
 
 
 def framed(value: Any) -> Any:

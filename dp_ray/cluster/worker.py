@@ -5,7 +5,6 @@ that sends to the driver what user code prints (`prints.py`).
 """
 
 import os
-import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -17,10 +16,9 @@ import ray
 import torch
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, send
-from dp_ray.cluster.group import place_of_worker, process_group, report, with_devices
-from dp_ray.cluster.heartbeat import STUCK_SECONDS, Heartbeat
+from dp_ray.cluster.group import leave_view, next_view, place_of_worker, process_group, report, with_devices
+from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
-from dp_ray.cluster.membership import Member, Place, View
 from dp_ray.cluster.prints import Lines, forwarded_prints
 from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StopRequested
@@ -35,7 +33,6 @@ from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import imported_files
 from dp_ray.system.process import environment
-from dp_ray.system.threads import if_longer
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.numerics import OtherKind
@@ -90,40 +87,25 @@ def run_in_views(
     has ended without this worker.
     """
     worker = replace(worker, name=uuid.uuid4().hex)
-    held, member = Held(), Member(worker.name, here.rank, worker.node_id)
-    group, has_lost_peer = os.environ[GROUP], False
+    held, has_lost_peer = Held(), False
     with reported_errors(worker, attempt, here, lambda: False):
         assigned: Assignment = ray.get(packed).load()
-        if ray.get(worker.channel.has_views.remote(worker.number, group)):
+        if ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
             hold_in_advance(assigned, here, held)
-    while True:
-        given = worker.number, group, member, held.finished, has_lost_peer, here.world_size
-        view: View | None = ray.get(worker.channel.ask.remote(*given))
-        if view is None:
-            if ray.get(worker.channel.state.remote())[1].number != worker.number:
-                return None
-            raise WorkerExit(Ending.LOST_PEER, "the others go on without this worker", False)
-        place = view.place(member.name)
-        world = replace(
-            here,
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
-            node_rank=place.node_rank,
-        )
+    while (given := next_view(worker, here, held.finished, has_lost_peer)) is not None:
+        view, world, on_node = given
         prints.move(world)
         of_view = f"{attempt}-{view.number}"
         in_view = replace(worker, view=view.number)
-        ended = run_packed(in_view, assigned, of_view, world, Membered(held, place))
-        if ended is Next.AFTER_LOSS:
-            cut_groups()  # so that all others hear of it
-        # A sum that gloo has begun may not end even then. One more is dead so, and the others need not wait.
-        with if_longer(STUCK_SECONDS, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-            free_memory()  # as in `left_together`
-            leave_group()
+        ended = run_packed(in_view, assigned, of_view, world, Membered(held, on_node))
+        has_lost_peer = ended is Next.AFTER_LOSS
+        if has_lost_peer:
+            cut_groups()  # first: the others hear of it so
+        free_memory()  # as in `left_together`
+        leave_view(has_lost_peer)
         if isinstance(ended, bool):
             return of_view, world.rank, ended
-        has_lost_peer = ended is Next.AFTER_LOSS
+    return None
 
 
 def hold_in_advance(assigned: Assignment, here: World, held: Held) -> None:
@@ -142,10 +124,10 @@ class Next(Enum):
 
 
 class Membered(NamedTuple):
-    """What a worker's process holds of its job, and the worker's place in its view."""
+    """What a worker's process holds of its job, and how many workers of its view are on its node."""
 
     held: Held
-    place: Place
+    local_world_size: int
 
 
 def run_packed(
@@ -206,7 +188,7 @@ def run_assigned(
     on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
     number, held = worker.view, None if view is None else view.held
     if view is not None:
-        on_node = view.place.local_world_size
+        on_node = view.local_world_size
     flight = run.child(FLIGHT_RECORDER)
     recorder = recorder_variables(assigned.backend, flight, attempt)
     step_seconds = job.timeouts.step

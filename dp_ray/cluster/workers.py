@@ -146,7 +146,6 @@ class StartedWorkers:
     imported: tuple[str, ...] = ()  # the source files of user code that they have imported
     is_aborted: bool = False
     is_interrupted_twice: bool = False
-    is_mended: bool = False  # workers were replaced alone, which Ray Train does not count among those of their node
     _number: int = 0
 
     def run(
@@ -167,13 +166,16 @@ class StartedWorkers:
 
         self._number += 1
         monitor.take_control(RayNodeControl(self.channel, self._number))
+        why = why_restarts(job, self.each.get("GPU", 0))
+        if why and job.on_lost_worker == "go_on" and job.max_workers > 1:
+            monitor.take(Note(f"on_lost_worker: with {why}, all workers restart where one is lost"))
         terms = Terms(
             self._number,
             job.max_workers,
             job.retries,
             job.task != "evaluate" and not job.finds_shards,
             is_last,
-            goes_on=self._goes_on(job, monitor),
+            goes_on=not why,
             rejoin=max(job.timeouts.rejoin, SIGNS * beat_interval(job.max_workers)),
             step=job.timeouts.step,
             needs_all=job.sync_batchnorm,
@@ -197,21 +199,33 @@ class StartedWorkers:
             raise
         self._check_end(monitor)
 
-    def _goes_on(self, job: Job, monitor: "Monitor") -> bool:
-        """Return whether the survivors of a lost worker go on; tell why not, if they were to."""
-        why = job.why_restarts
-        if not why and backend_of(job, self.each.get("GPU", 0)) != "gloo":
-            why = "GPUs"
-        if job.on_lost_worker == "go_on" and why and job.max_workers > 1:
-            monitor.take(Note(f"on_lost_worker: with {why}, all workers restart where one is lost"))
-        return job.goes_on and not why
+    def why_anew(self, job: Job) -> str:
+        """Say why a job needs workers that are started anew, since some were lost; "" if it does not."""
+        if not self._number:
+            return ""  # they are about to start
+        with self.reached.kept():
+            is_mended, lost = ray.get(self.channel.mended.remote())
+        if lost.issuperset(range(job.max_workers)):
+            return "those that the job takes are lost"
+        if is_mended and job.max_workers > 1 and why_restarts(job, self.each.get("GPU", 0)):
+            return "one was replaced alone, and this job needs workers that were started together"
+        return ""
 
     def begin_serving(self, keys: WorkerKeys, is_last: bool) -> int:
         """Have all workers take calls of parallel modules, and return the number by which that ends."""
         self._number += 1
-        terms = Terms(self._number, keys.max_workers, can_stop=False, is_last=is_last, serves=True)
+        terms = Terms(
+            self._number,
+            keys.max_workers,
+            can_stop=False,
+            is_last=is_last,
+            serves=True,
+            goes_on=True,
+            rejoin=max(keys.timeouts.rejoin, SIGNS * beat_interval(keys.max_workers)),
+        )
         with self.reached.kept():
-            ray.get(self.channel.begin.remote(terms, [encoded(keys)]))
+            packed = encoded((keys, backend_of(keys, self.each.get("GPU", 0))))
+            ray.get(self.channel.begin.remote(terms, [packed]))
         return self._number
 
     def _packed(self, job: Job, claimed: "RunDir", rows: Mapping[str, int], faults: "Faults") -> list[Any]:
@@ -233,7 +247,6 @@ class StartedWorkers:
 
         if monitor.end.finished:
             self.take_end(monitor.end.finished)
-            self.is_mended |= any(interruption.survives for interruption in monitor.incidents.log.interruptions)
             if any(worker.is_stopped for worker in monitor.end.finished):
                 raise StopRequested("stopped as it was asked")
             return
@@ -391,7 +404,7 @@ def launch(
             logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
         ),
         scaling=ElasticScalingPolicy(wanted, channel),
-        restarts=RestartPolicy(channel),
+        restarts=RestartPolicy(channel, keeps_idle=not each.get("GPU", 0)),
         start=StartReports(dict(keys.env), channel),
         is_own=is_own,
         is_first=is_first,
@@ -409,10 +422,25 @@ def backend_of(job: WorkerKeys, gpus_per_worker: float) -> str:
     all collectives used here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory. Beside
     NCCL it moves what is on the CPU, as Python objects are: they need not wait for a GPU.
     """
-    types = {name.partition(":")[0] for name in job.devices or ()}
     may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
-    has_no_gpu = gpus_per_worker == 0 or job.gpus_per_worker == 0
-    return "gloo" if types == {"cpu"} or may_share or (has_no_gpu and not types) else "cpu:gloo,cuda:nccl"
+    return "gloo" if may_share or not takes_gpus(job, gpus_per_worker) else "cpu:gloo,cuda:nccl"
+
+
+def why_restarts(job: Job, gpus_per_worker: float) -> str:
+    """Say why all workers restart where one is lost, of workers of so many GPUs each; "" if the others go on."""
+    reasons = {
+        "on_lost_worker: restart": job.on_lost_worker == "restart",
+        "one worker": job.max_workers < 2,
+        "shards: auto": job.finds_shards,
+        "GPUs": takes_gpus(job, gpus_per_worker),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def takes_gpus(job: WorkerKeys, gpus_per_worker: float) -> bool:
+    """Return whether a job computes on GPUs, on workers of so many GPUs each."""
+    types = {name.partition(":")[0] for name in job.devices or ()}
+    return types != {"cpu"} if types else gpus_per_worker > 0 and job.gpus_per_worker != 0
 
 
 def check_can_be_shipped(job: Job) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.keys import Target
-from dp_ray.job.targets import build
+from dp_ray.job.targets import bind, build, check_dataset
 from dp_ray.plan.mixture import Mixture, Stage
 from dp_ray.plan.order import LIMIT
 from dp_ray.text import did_you_mean, listed
@@ -46,20 +46,33 @@ class Mix(Dataset[Any]):
         stop: str | Mapping[str, int] = "first",
         fields: Sequence[str] | None = None,
     ) -> None:
-        if not isinstance(sources, Mapping) or not sources or FROM in sources or not all(map(_is_name, sources)):
-            says = f"must map names to datasets, none of them {FROM!r}"
-            raise JobError(f"Mix: sources: {says}, got {sources!r:.80}")
-        self.sources = {name: _built(name, sources[name]) for name in sorted(sources)}
-        sizes = tuple(_size_of(name, source) for name, source in self.sources.items())
+        stages, end = self.check(sources, weights, stop, fields)
+        self.sources = {name: _built(f"sources.{name}", sources[name]) for name in sorted(sources)}
         try:
-            self.mixture = Mixture(tuple(self.sources), sizes, _stages(list(self.sources), weights), _stop(stop))
+            self.mixture = Mixture(tuple(self.sources), tuple(map(len, self.sources.values())), stages, end)
         except ValueError as error:
             raise JobError(f"Mix: stop: {stop}: {error}") from None
         self._weights, self._stop = weights, stop
-        if fields is not None and (isinstance(fields, str) or not isinstance(fields, Sequence) or not fields):
-            raise JobError(f"Mix: fields: must be a list of keys that each item has, like [text]; got {fields!r:.80}")
         self._fields = None if fields is None else list(fields)
         self._first: tuple[str, int, str] | None = None  # the first item in this process: its source, row and form
+
+    @staticmethod
+    def check(
+        sources: Mapping[str, Any],
+        weights: Weights | Sequence[Weights],
+        stop: str | Mapping[str, int] = "first",
+        fields: Sequence[str] | None = None,
+    ) -> tuple[tuple[Stage, ...], str | int]:
+        """Check the arguments without building a source; return the stages of weights, and what ends an epoch."""
+        if not isinstance(sources, Mapping) or not sources or FROM in sources or not all(map(_is_name, sources)):
+            says = f"must map names to datasets, none of them {FROM!r}"
+            raise JobError(f"Mix: sources: {says}, got {sources!r:.80}")
+        for name, source in sources.items():
+            if isinstance(target := _target_of(f"sources.{name}", source), Target):
+                bind(f"sources.{name}", target)
+        if fields is not None and (isinstance(fields, str) or not isinstance(fields, Sequence) or not fields):
+            raise JobError(f"Mix: fields: must be a list of keys that each item has, like [text]; got {fields!r:.80}")
+        return _stages(sorted(sources), weights), _stop(stop)
 
     def __len__(self) -> int:
         return self.mixture.rows
@@ -163,34 +176,25 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and name != ""
 
 
-def _built(name: str, source: Any) -> Any:
-    """Return the dataset of a source, which may be a target. Raises JobError if it is not map-style."""
-    key = f"sources.{name}"
-    if isinstance(source, str | Mapping):
-        try:
-            source = Target.model_validate({"target": source} if isinstance(source, str) else dict(source))
-        except ValidationError as error:
-            says = error.errors()[0]
-            where = ".".join([key, *map(str, says["loc"])])
-            raise JobError(f"Mix: {where}: {says['msg'].removeprefix('Value error, ')}") from None
-        source = build(key, source)
-    if isinstance(source, Mix):
-        raise JobError(f"Mix: {key}: is a Mix itself; put its sources and their weights into this one")
-    lacking = [method for method in ("__len__", "__getitem__") if not hasattr(source, method)]
-    if lacking:
-        kind = type(source).__qualname__
-        raise JobError(f"Mix: {key}: must be a map-style dataset; {kind} lacks {' and '.join(lacking)}")
-    return source
-
-
-def _size_of(name: str, source: Any) -> int:
+def _target_of(key: str, source: Any) -> Any:
+    """Return a source, or its target. Raises JobError for a mapping that is none."""
+    if not isinstance(source, str | Mapping):
+        return source
     try:
-        size = len(source)
-    except Exception as error:
-        raise DataError(f"Mix: sources.{name}: its length raised {type(error).__name__}: {error}") from error
-    if size == 0:
-        raise DataError(f"Mix: sources.{name}: {type(source).__qualname__} has no rows; leave the source out")
-    return size
+        return Target.model_validate({"target": source} if isinstance(source, str) else dict(source))
+    except ValidationError as error:
+        says = error.errors()[0]
+        where = ".".join([key, *map(str, says["loc"])])
+        raise JobError(f"Mix: {where}: {says['msg'].removeprefix('Value error, ')}") from None
+
+
+def _built(key: str, source: Any) -> Any:
+    """Return the dataset of a source, which may be a target. Raises what `check_dataset` raises."""
+    dataset = build(key, _target_of(key, source))
+    if isinstance(dataset, Mix):
+        raise JobError(f"Mix: {key}: is a Mix itself; put its sources and their weights into this one")
+    check_dataset(f"Mix: {key}", dataset)
+    return dataset
 
 
 def _stages(names: list[str], weights: Any) -> tuple[Stage, ...]:

@@ -19,11 +19,10 @@ from dp_ray.data.files import File, Paths, find_files, in_threads, with_retries
 from dp_ray.data.tables import Arrow, ColumnFiles, Parquet
 from dp_ray.data.values import RowNumbers
 from dp_ray.errors import DataError, JobError
-from dp_ray.plan.packing import Lengths, Sums
+from dp_ray.plan.packing import IGNORED, Lengths, Sums, above_int64
 from dp_ray.tables import Numbers, numbers
 from dp_ray.text import listed
 
-IGNORED = -100  # the label that torch's losses leave out
 INPUTS, LABELS = "input_ids", "labels"
 BLOCK_BYTES = 4 << 20  # of a file of bare numbers
 KINDS = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64")
@@ -184,7 +183,7 @@ class Tokens(Blocks[Any]):
             begin, end = self._documents.bounds(first)[0], self._documents.bounds(stop - 1)[1]
         else:
             begin, end = first * self.length, min(stop * self.length + 1, self.num_tokens)
-        return super().blocks_at(begin, max(begin + 1, end))
+        return super().blocks_at(begin, end) if begin < end else range(0)  # documents may have no tokens
 
     @property
     def block_rows(self) -> RowNumbers:
@@ -233,8 +232,12 @@ class Tokens(Blocks[Any]):
 
     def _read(self, block: Block[Any]) -> tuple[Numbers, int]:
         """Return the tokens of a block, and the bytes of memory that they take: none if they are mapped."""
-        if isinstance(block.source, Bare):
-            return self._read_bare(block)
+        tokens, size = self._read_bare(block) if isinstance(block.source, Bare) else self._read_lists(block)
+        if (at := above_int64(tokens)) is not None:
+            raise DataError(f"{block}: number {at} in it is {tokens[at]}; tokens are below 2**63")
+        return tokens, size
+
+    def _read_lists(self, block: Block[Any]) -> tuple[Numbers, int]:
         table = self._tables[str(block.file)]
         read = with_retries(lambda: table._table(block.source), str(block), block.file.is_local)
         chunks = read.column(0).chunks

@@ -15,7 +15,7 @@ from dp_ray.engine.prediction import check_after
 from dp_ray.errors import Error, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
-from dp_ray.job.targets import bind, check_args
+from dp_ray.job.targets import bind, check_args, resolve
 from dp_ray.tasks.hooks import check_hook
 
 
@@ -34,6 +34,9 @@ def check_targets(job: Job) -> None:
             check_hook(key, target)
         elif isinstance(target, Target) and key in job.dataset_keys:
             bind(key, target)
+            made = resolve(key, target)
+            if "with_sources" in getattr(made, "__dict__", ()):  # a mixture, which checks more without its sources
+                made.check(**target.args)
         elif isinstance(target, Target):
             check_args(key, target)
     for key, names in (("devices", job.devices), ("input_device", [job.input_device] if job.input_device else None)):

@@ -259,7 +259,7 @@ class SessionWorkers:
         """
         check_covered(job, self._keys, self.started.each)
         check_can_be_shipped(job)
-        self._renew(Console(job.run_name, options.quiet))
+        self._renew(Console(job.run_name, options.quiet), job)
         return job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
 
     def check_open(self) -> None:
@@ -319,7 +319,7 @@ class SessionWorkers:
             opening.callback(lambda: self.started.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
 
-    def _renew(self, console: Console) -> None:
+    def _renew(self, console: Console, job: Job | None = None) -> None:
         """Start the workers anew if the next job would find there what it must not; a line says why."""
         is_fixed = self.at_a_time != 1 and connect.ships_callers_code()  # what was sent is what all sessions run
         edited = [] if is_fixed else self._sources.edited()
@@ -329,8 +329,8 @@ class SessionWorkers:
             why = f"the last job left {', '.join(self.started.remains)} behind"
         elif self.started.is_over:
             why = self.started.why_over
-        elif self.started.is_mended:
-            why = "one was replaced alone"
+        elif job is not None and (anew := self.started.why_anew(job)):
+            why = anew
         else:
             return
         if edited and not self._is_own and connect.ships_callers_code():

@@ -211,6 +211,12 @@ class SampleReader:
         source, _, row = mixture.row(index)
         return f"row {row} of source {source!r}"
 
+    def named(self, indices: Iterable[int]) -> str:
+        """Name some samples by their indices; of a mixture, the row of each one's source too."""
+        if mixture_of(self.dataset) is None:
+            return f"samples {listed(indices)}"
+        return f"samples {listed(f'{index} ({self._where(index)})' for index in indices)}"
+
     def whole(self, indices: list[int]) -> list[Any]:
         """Read some samples as the dataset gives them; raises DataError."""
         many = getattr(self.dataset, "__getitems__", None)

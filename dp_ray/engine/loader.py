@@ -31,7 +31,6 @@ from dp_ray.job.targets import bound
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.tensors.tree import bare_tensors, flatten, map_leaves, unflatten, with_tensors
-from dp_ray.text import listed
 
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
 
@@ -151,7 +150,7 @@ def make_loader(
     made: DataLoader[Any] = DataLoader(
         samples,
         batch_sampler=IndexLists(order, pieces, look_ahead(order, samples.dataset, processes)),  # type: ignore[arg-type]
-        collate_fn=Collate(collate, seed, screen, picks=samples.reader.keys is not None),  # type: ignore[arg-type]
+        collate_fn=Collate(collate, seed, screen, samples.reader),  # type: ignore[arg-type]
         num_workers=processes,
         timeout=screen.limit.poll_seconds if screen is not None and screen.limit is not None else 0,
         prefetch_factor=loader.prefetch if processes else None,
@@ -250,14 +249,13 @@ def _can_pin(node: Any) -> bool:
 class Collate:
     """Collates the samples that were read; with a `screen`, its batch is Screened.
 
-    Random numbers that the user's collate draws are keyed by `seed` and the shard. `picks` says that `inputs` and
-    `target` have picked keys of the items.
+    Random numbers that the user's collate draws are keyed by `seed` and the shard. `reader` has read the samples.
     """
 
     collate: Callable[[Any], Any]
     seed: int | None
     screen: Screen | None
-    picks: bool
+    reader: SampleReader
 
     def __call__(self, read: Read) -> Collated:
         """Return the batch; in a loader process, an error may be in its place."""
@@ -281,8 +279,9 @@ class Collate:
         try:
             return self.collate(items)
         except (Exception, SystemExit):
-            note = ", of which inputs and target pick keys before the collate" if self.picks else ""
-            with reraise_as("collate", lambda _: f"; it got samples {listed(wanted.indices)}{note}", DataError):
+            picks = self.reader.keys is not None
+            note = ", of which inputs and target pick keys before the collate" if picks else ""
+            with reraise_as("collate", lambda _: f"; it got {self.reader.named(wanted.indices)}{note}", DataError):
                 raise
 
 

@@ -20,9 +20,19 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Pack
 from dp_ray.plan.costs import PackedRows
 from dp_ray.plan.order import Ints, Order
-from dp_ray.plan.packing import ROWS_AT_ONCE, Cut, Lengths, Packing, RowPart, TooLongRow, Whole, padding
+from dp_ray.plan.packing import (
+    IGNORED,
+    ROWS_AT_ONCE,
+    Cut,
+    Lengths,
+    Packing,
+    RowPart,
+    TooLongRow,
+    Whole,
+    above_int64,
+    padding,
+)
 
-IGNORED = -100  # the label that torch's losses leave out
 NO_DOCUMENT = -1  # where a window is not filled
 READ_AT_ONCE = 1024  # rows, where all are read for their lengths
 COMPARED = 1 << 20  # rows of which the plan tells the padding
@@ -208,6 +218,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         if value.ndim != 1 or (value.size and value.dtype.kind not in "iufb"):
             must = f"{field!r} must be a list with a number for each token"
             raise DataError(f"{self._where(row)}: {must}; got {value!r:.80}")
+        if (at := above_int64(value)) is not None:
+            raise DataError(f"{self._where(row)}: number {at} of {field!r} is {value[at]}, which int64 cannot hold")
         return value.astype(np.int64) if value.dtype.kind == "u" else value  # with uint64, numpy makes floats
 
     def _values(self, parts: Sequence[RowPart]) -> dict[tuple[int, int], list[Lengths]]:

@@ -171,9 +171,10 @@ def cut_groups() -> None:
     """Cut the connections of the groups that were formed: each collective that waits, here and on peers, raises.
 
     That is how a worker leaves peers that are silent, and how all hear of a loss: of a death gloo tells those alone
-    that are connected to the dead for what they wait for. Any thread may call this. It is for gloo.
+    that are connected to the dead for what they wait for. Any thread may call this. NCCL's are left alone.
     """
-    cut_sockets(dict(_sockets))
+    if "nccl" not in _backend:
+        cut_sockets(dict(_sockets))
 
 
 def leave_group() -> None:

@@ -242,11 +242,6 @@ class Job(MeasuringKeys):
             yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
     @property
-    def why_restarts(self) -> str:
-        """The key with which `on_lost_worker: go_on` cannot be done, so that all workers restart; "" without one."""
-        return "shards: auto" if self.finds_shards else ""
-
-    @property
     def why_reads(self) -> str:
         """The key with which survivors of a lost worker hold no model, but read the newest checkpoint; "" without.
 
@@ -256,15 +251,10 @@ class Job(MeasuringKeys):
         keys = {"strategy: fsdp": self.is_sharded, "loop": self.task == "train" and self.loop is not None}
         return next((key for key, is_set in keys.items() if is_set), "")
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the survivors of a lost worker go on in their processes."""
-        return self.on_lost_worker == "go_on" and not self.why_restarts
-
     def _of_devices(self) -> Iterator[str]:
         """Yield keys of devices that contradict each other."""
         if self.on_lost_worker == "go_on" and self.asks_for_gpus:
-            yield "on_lost_worker: go_on is not built for GPUs yet; take restart, which is the default"
+            yield "on_lost_worker: go_on is not built for GPUs yet; take restart, which is the default there"
         gpus = self.gpus_per_worker
         if gpus != "auto" and gpus > 1 and gpus != int(gpus):
             yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"

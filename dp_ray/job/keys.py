@@ -353,7 +353,7 @@ class Timeouts(Strict):
     capacity: PositiveFloat | None = 600
     """Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no limit."""
     rejoin: Annotated[float, Field(ge=3)] = 10
-    """With `on_lost_worker: go_on`, seconds without a sign of a worker, after which the others go on without it."""
+    """Where survivors go on, seconds without a sign of a worker, after which they go on without it."""
 
 
 def _blocks(value: Any) -> Any:
@@ -851,10 +851,11 @@ class JobKeys(WorkerKeys, WorkKeys):
 
     outputs: Outputs = Outputs()
     """predict only: what is kept of the outputs, and how it is written."""
-    on_lost_worker: Literal["go_on", "restart"] = "restart"
+    on_lost_worker: Literal["go_on", "restart"] | None = None
     """What the others do where a worker is lost. go_on: they run the step in flight at once, from memory, and another
     worker comes in the place of the lost one. With `loop` or `strategy: fsdp` they read the newest checkpoint. It is
-    for CPUs alone. With `shards: auto` all restart. restart: all workers start again from the newest checkpoint."""
+    for CPUs alone. restart: all workers start again from the newest checkpoint. Default: go_on on CPUs, restart on
+    GPUs and with `shards: auto`."""
     retries: NonNegativeInt = 3
     """How many times all workers are started again, after a loss, a hang or an error that may pass, before the job
     fails."""

@@ -75,8 +75,17 @@ def _makes_functions(value: Any) -> bool:
 
 
 def build_dataset(job: Job, key: str = "dataset") -> Any:
-    """Return the job's dataset; raise JobError if it is not map-style, DataError if it is empty or has no length."""
+    """Return the job's dataset. Raises what `check_dataset` raises, and JobError if it cannot be shuffled."""
     dataset = build(key, job.dataset)
+    check_dataset(key, dataset)
+    if job.is_shuffled and getattr(dataset, "reads_forward", False):
+        shuffles = "shuffle" if job.task == "train" else "order"
+        raise JobError(f"{shuffles}: a {type(dataset).__qualname__} is read in its own order; leave {shuffles} out")
+    return dataset
+
+
+def check_dataset(key: str, dataset: Any) -> None:
+    """Raise JobError unless a dataset is map-style, and DataError if it is empty or has no length."""
     if isinstance(dataset, list | tuple) and dataset and all(map(_is_dataset, dataset)):
         raise JobError(
             f"{key}: is a {type(dataset).__qualname__} of {len(dataset)} datasets, and a job has one; give a "
@@ -102,9 +111,6 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
         raise DataError(f"{key}: its length raised {type(error).__name__}: {error}") from error
     if rows == 0:
         raise DataError(f"{key}: {type(dataset).__qualname__} is empty, there is nothing to run")
-    if job.is_shuffled and getattr(dataset, "reads_forward", False):
-        shuffles = "shuffle" if job.task == "train" else "order"
-        raise JobError(f"{shuffles}: a {type(dataset).__qualname__} is read in its own order; leave {shuffles} out")
     for name in ("sampler", "batch_sampler"):
         if _is_torchs("Sampler", getattr(dataset, name, None)):
             raise JobError(f"{key}: its {name} would not be used; {SAMPLER.removeprefix('dataset: ')}")
@@ -112,7 +118,6 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
         names, kind = listed(list(dataset)), type(dataset).__qualname__
         advice = f": for load_from_disk, the folder FOLDER/{next(iter(dataset))}" if kind == "DatasetDict" else ""
         raise JobError(f"{key}: must be indexed by numbers; {kind} has {names}; give one of them{advice}")
-    return dataset
 
 
 def _is_dataset(value: Any) -> bool:

@@ -184,11 +184,13 @@ class Hangs:
     console: Console
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(None, ()))
     _killed: Hang | None = None
+    _untold: set[int] = field(default_factory=set)  # of its ranks, those whose loss no message has told
     _earlier: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)  # step and ranks of each hang
 
     def watch(self, workers: tuple[WorkerReady, ...]) -> None:
         """Watch the workers of a new attempt."""
         self.watchdog = Watchdog(self.limit, workers)
+        self._untold = set()
 
     def check(self, control: NodeControl) -> None:
         """Kill the workers that hang, so that they are replaced.
@@ -208,15 +210,19 @@ class Hangs:
         self.console.say(f"hangs, and is replaced: {hang}")
         self._earlier.add((hang.step, hang.ranks))
         self.retries -= 1
-        self._killed = hang
+        self._killed, self._untold = hang, set(hang.ranks)
         for worker in hang.workers:
             control.kill(worker)
 
-    def end(self, lost: tuple[int, ...]) -> str:
-        """End the attempt, which lost these ranks; return how they hung, or "" if they did not hang."""
-        killed, self._killed = self._killed, None
+    def end(self, lost: tuple[int, ...], survives: bool = False) -> str:
+        """End the attempt, which lost these ranks; return how they hung, or "" if they did not hang.
+
+        If the others go on, `survives`, each of those that hung may be told in a message of its own.
+        """
+        has_hung = not self._untold.isdisjoint(lost)
+        self._untold = self._untold - set(lost) if survives else set()
         self.watchdog = Watchdog(None, ())  # watches nothing until the next attempt begins
-        return str(killed).splitlines()[0] if killed is not None and set(killed.ranks) & set(lost) else ""
+        return str(self._killed).splitlines()[0] if has_hung else ""
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from dp_ray.plan.split import Split
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.rundir.history import is_measured
-from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog
+from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog, Level
 from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
@@ -157,7 +157,8 @@ class Monitor:
         # If NCCL or the user has ended a worker that was late, why is known only from what it told before.
         message = replace(message, what=message.what + self._hangs.watchdog.found)
         message = attempts.without_survivors(message, self._ended_by_nccl(message.ranks))
-        lost, hung = self.attempts.workers(message.ranks), self._hangs.end(message.ranks)
+        survives = message.level is not Level.RESTART
+        lost, hung = self.attempts.workers(message.ranks), self._hangs.end(message.ranks, survives)
         self.attempts.interrupt()
         self.failed = None  # the next attempt may succeed
         by = attempts.interruption_of(message, lost, hung, self.progress.step, self._nodes)

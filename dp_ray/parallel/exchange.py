@@ -245,18 +245,29 @@ class Exchange:
             ranks: dict[int, int] = {}  # one that has run a shard may be lost while others run theirs again
             for _ in range(TRIES):
                 members = self.workers.serving.ready()
-                self._run(call, members, outputs)
+                lacking = [shard for shard in call.filled if shard not in outputs]
+                self._run(call, members, lacking, outputs)
                 for shard in outputs.keys() - ranks.keys():
                     ranks[shard] = members.index(call.owners[shard])
                 if len(outputs) == len(call.inputs):
                     return [outputs[shard] for shard in call.filled], [ranks[shard] for shard in call.filled]
-            raise WorkerError(
-                f"call {call.number}: workers were lost in each of {TRIES} tries, as where the forward ends its "
-                f"process or takes all memory; the last one: {call.lost or 'a collective failed'}"
-            )
+            raise self._lost_again(call)
 
-    def _run(self, call: Call, members: list[wire.ServingWorker], outputs: dict[int, wire.ForwardResult]) -> None:
-        """Have the workers run the shards without output, with what they lack of the module; note what they have."""
+    @staticmethod
+    def _lost_again(call: Call) -> WorkerError:
+        return WorkerError(
+            f"call {call.number}: workers were lost in each of {TRIES} tries, as where the forward ends its "
+            f"process or takes all memory; the last one: {call.lost or 'a collective failed'}"
+        )
+
+    def _run(
+        self,
+        call: Call,
+        members: list[wire.ServingWorker],
+        lacking: Sequence[int],
+        outputs: dict[int, wire.ForwardResult],
+    ) -> None:
+        """Have the workers run these shards, with what they lack of the module; note that, and the outputs."""
         messages: dict[wire.ServingWorker, wire.Forward] = {}
         syncs = self._syncs(call.version, members)
         running = min(self.max_workers, len(members))
@@ -267,10 +278,10 @@ class Exchange:
                     shard, self._seed(call, shard), tuple(wire.packed(leaf) for leaf in call.inputs[shard])
                 )
                 for shard in own
-                if shard in call.filled and shard not in outputs
+                if shard in lacking
             )
             sync = syncs[member]
-            if shards or sync.structure or sync.changed or sync.dropped or sync.closed:
+            if shards or sync.whole or sync.changed or sync.dropped or sync.closed:
                 spec = call.spec if shards else None
                 messages[member] = wire.Forward(call.number, sync, call.modes, spec, call.requires_grad, shards)
         raised: list[tuple[wire.Raised, wire.ServingWorker]] = []
@@ -298,10 +309,12 @@ class Exchange:
     def _syncs(self, version: Version, members: Sequence[wire.ServingWorker]) -> dict[wire.ServingWorker, wire.Sync]:
         """Return what each worker lacks of this version of the module.
 
-        All get the same elements, since they come to rank 0 alone, and from there to all.
+        A worker that has not what most have gets that whole: so it is with newcomers. What has changed since then is
+        the same for all, and comes to rank 0 alone, and from there to all.
         """
         had = [member.loaded.get(self.module_number) for member in members]
-        base = had[0] if all(known is had[0] for known in had) else None
+        known = [has for has in had if has is not None and has.structure is version.structure]
+        base = max(known, key=known.count, default=None)
         changed = version.changed_since(base)
         dropped, closed = popped(self._dropped), popped(self.workers.closed)
         if closed:
@@ -310,10 +323,12 @@ class Exchange:
                     member.loaded.pop(module_number, None)
         syncs = {}
         for rank, (member, has) in enumerate(zip(members, had, strict=True)):
-            lacks = has is None or has.structure is not version.structure
+            whole: wire.WholeModule | None = None
+            if base is None or has is not base:
+                elements = base.flat(base.changed_since(None)) if base is not None and base.tensors else None
+                whole = wire.WholeModule(version.structure, elements)
             data = version.flat(changed) if changed and rank == 0 else None
-            structure = version.structure if lacks else None
-            syncs[member] = wire.Sync(self.module_number, structure, changed, data, dropped, closed)
+            syncs[member] = wire.Sync(self.module_number, whole, changed, data, dropped, closed)
         return syncs
 
     def _raise(
@@ -385,16 +400,22 @@ class Exchange:
             raise WorkerError(f"the backward of call {call.number}: workers were lost in each of {TRIES} tries")
 
     def _run_again(self, call: Call) -> None:
-        """Run a call's forward again, for graphs that were lost."""
+        """Run those shards of a call's forward again whose graphs are lost."""
         versions = [tensor._version for shard in call.inputs for tensor in tensors_in(shard)]
         if versions != call.input_versions:
             raise WorkerError(
                 f"the backward of call {call.number}: a worker was lost, and its shard cannot be run again, since "
                 "the call's inputs were written to since"
             )
-        call.owners.clear()
-        self._dropped.append(call.number)  # what is left of it
-        self.forward(call)
+        if not call.owners:
+            self._dropped.append(call.number)  # what may be left of it
+        for _ in range(TRIES):
+            members = self.workers.serving.ready()
+            lacking = [shard for shard in call.filled if call.owners.get(shard) not in members]
+            if not lacking:
+                return
+            self._run(call, members, lacking, {})
+        raise self._lost_again(call)
 
     def _sums(
         self, call: Call, layout: wire.VectorLayout, parts: Sequence[wire.BackwardResult]

@@ -23,6 +23,7 @@ Lengths = np.ndarray[Any, np.dtype[Any]]  # of rows: whole numbers of any type
 ROWS_AT_ONCE = 1024  # a block: rows that are packed together, and of which `Cut` keeps one sum
 SUMMED_AT_ONCE = 1 << 20  # rows, a multiple of ROWS_AT_ONCE
 BLOCKS_KEPT = 1024  # whose packing was asked for last
+IGNORED = -100  # the label that torch's losses leave out
 
 
 class RowPart(NamedTuple):
@@ -255,6 +256,14 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
                 with_space[left] = []
             with_space[left].append(number)
     return sorted(sorted(rows) for rows in windows)
+
+
+def above_int64(tokens: Lengths) -> int | None:
+    """Return the place of the first number that int64 cannot hold; None if there is none."""
+    most = np.iinfo(np.int64).max
+    if tokens.dtype != np.uint64 or not len(tokens) or tokens.max() <= most:
+        return None
+    return int(np.argmax(tokens > most))
 
 
 def padding(sizes: Lengths, batch_size: int) -> float:

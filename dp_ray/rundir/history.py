@@ -4,6 +4,7 @@ A training writes a piece with each checkpoint. The rows after the last one only
 `recent.parquet`, so that running and failed runs show them.
 """
 
+import math
 import re
 import threading
 import time
@@ -130,9 +131,9 @@ class StepRows:
         return dict(self._table.slice(at, 1).to_pylist()[0])
 
 
-def end_of_pieces(folder: Storage) -> int:
-    """Return the step after the last that a piece holds; 0 if there is none."""
-    return max((end for _, end in folder.numbered(SEGMENT).values()), default=0)
+def end_of_pieces(folder: Storage, until: float = math.inf) -> int:
+    """Return the step after the last that a piece holds, of pieces that end at `until` or before; 0 without one."""
+    return max((end for _, end in folder.numbered(SEGMENT).values() if end <= until), default=0)
 
 
 def history_of(run: Storage) -> pa.Table | None:

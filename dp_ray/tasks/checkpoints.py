@@ -71,7 +71,7 @@ class PieceKeeper:
         self._before = before  # called in the writer's thread, before a checkpoint counts
         self._trainer, self._train_state = training.trainer, training.state
         self._writer = writer
-        self._first = self._saved = training.state.step
+        self._first = self._saved = training.state.finished
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         """Save this worker's piece if rank 0 saves a checkpoint."""
@@ -121,7 +121,7 @@ class Checkpointer(PieceKeeper):
         extra = ["epoch_loss", *job.eval_names]
         pieces, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
         self._history = History(
-            pieces, split, trainer.measured, extra, train_state.step, context.send, mixture=mixture
+            pieces, split, trainer.measured, extra, train_state.finished, context.send, mixture=mixture
         )
         if context.held is not None:
             context.held.look(run)

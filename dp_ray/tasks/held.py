@@ -59,8 +59,11 @@ class Held:
         self.rows[:] = [row for row in self.rows if row[0] < step]
 
     def look(self, run: "Storage") -> None:
-        """Drop the rows that pieces of the history hold by now."""
-        end = end_of_pieces(run.child(HISTORY))
+        """Drop the rows that pieces of the history hold by now.
+
+        A piece with a later step may be removed again: with the worker that has finished it, the step may be lost.
+        """
+        end = end_of_pieces(run.child(HISTORY), self.rows[-1][0] + 1 if self.rows else 0)
         self.rows[:] = [row for row in self.rows if row[0] >= end]
         self.most_rows = max(ROWS, 2 * len(self.rows))
 

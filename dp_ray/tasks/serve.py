@@ -282,20 +282,24 @@ class Served:
         return output, graph
 
     def _sync(self, sync: wire.Sync, modes: Modes) -> None:
-        """Drop what nobody waits for; take the module's structure, if it is new, and changed elements."""
+        """Drop what nobody waits for; take the module, if it is new, and changed elements."""
         for call_number in sync.dropped:
             self._graphs.pop((sync.module_number, call_number), None)
         for module_number in sync.closed:
             self._copies.pop(module_number, None)
         self._graphs = {key: graphs for key, graphs in self._graphs.items() if key[0] not in sync.closed}
         copy = self._copies.get(sync.module_number)
-        structure = sync.structure or (copy.structure if copy is not None else None)
+        structure = sync.whole.structure if sync.whole is not None else copy.structure if copy is not None else None
         assert structure is not None, "the caller knows what a worker has"
-        pieces: list[torch.Tensor] = []
+        forms, pieces = structure.forms, list[torch.Tensor]()
         if sync.changed:  # before anything that may fail: the other workers wait for this one all the same
-            pieces = self._received([structure.forms[index] for index in sync.changed], sync.data)
-        if sync.structure is not None or copy is None:
-            pairs = zip(structure.forms, pieces, modes.requires_grad, strict=True)
+            pieces = self._received([forms[index] for index in sync.changed], sync.data)
+        if sync.whole is not None or copy is None:
+            own = dict(zip(sync.changed, pieces, strict=True))
+            if sync.whole is not None and sync.whole.data is not None:
+                there = list(views(self._elements(forms, sync.whole.data), forms))
+                own = {**dict(enumerate(there)), **own}
+            pairs = zip(forms, (own[index] for index in range(len(forms))), modes.requires_grad, strict=True)
             self._copies[sync.module_number] = Copy(structure, [_made(*args) for args in pairs], self._device)
             return
         has_graphs = bool(self._graphs_of(sync.module_number))
@@ -308,15 +312,18 @@ class Served:
 
     def _received(self, forms: Sequence[TensorForm], data: Any) -> list[torch.Tensor]:
         """Return new elements on this worker's device: rank 0 has them from the caller, the others from rank 0."""
-        size = sum(map(room, forms))
-        if data is not None:
-            buffer = wire.owned(wire.Packed(torch.uint8, (size,), data), self._device)
-        else:
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        buffer = self._elements(forms, data)
         if self._is_worker and has_peers():
             with _collective():
                 dist.broadcast(buffer, src=0, group=everyone())
         return list(views(buffer, forms))
+
+    def _elements(self, forms: Sequence[TensorForm], data: Any) -> torch.Tensor:
+        """Return the elements that have come, or room for them if data is None, on this worker's device."""
+        size = sum(map(room, forms))
+        if data is not None:
+            return wire.owned(wire.Packed(torch.uint8, (size,), data), self._device)  # type: ignore[no-any-return]
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _backward(self, asked: wire.Backward) -> wire.BackwardResult | wire.Raised | wire.PeerLost:
         """Run the shards' backwards, and sum the gradients over the workers, of which each returns its slice."""

@@ -44,6 +44,11 @@ class TrainState:
         """How much is finished: two for each step, and the second one with all that follows the step."""
         return 2 * self.step - (self.unfinished is not None)
 
+    @property
+    def finished(self) -> int:
+        """The steps after which nothing is left to do: no row of a later one is written."""
+        return self.progress // 2
+
     def to_json(self) -> dict[str, Any]:
         """Return the values as a checkpoint holds them."""
         self._read()

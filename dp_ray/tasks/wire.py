@@ -98,16 +98,24 @@ def owned(given: Packed, device: torch.device) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor.clone()
 
 
+class WholeModule(NamedTuple):
+    """A module as most workers have it, for one that has it not; without `data` if none has it."""
+
+    structure: Structure
+    data: Bytes | None  # the elements of all tensors
+
+
 @dataclass(frozen=True)
 class Sync:
     """What a worker takes in before a call of a module.
 
-    First it drops the graphs of calls that nobody waits for, and modules that are closed. `changed` are the indices
-    of the tensors that get new elements: they come to rank 0 as `data`, which sends them on to all others.
+    First it drops the graphs of calls that nobody waits for, and modules that are closed. Then it takes the module
+    as it is on others, `whole`. `changed` are the indices of the tensors that get new elements: they come to rank 0
+    as `data`, which sends them on to all others.
     """
 
     module_number: int
-    structure: Structure | None = None
+    whole: WholeModule | None = None
     changed: tuple[int, ...] = ()
     data: Bytes | None = None
     dropped: tuple[int, ...] = ()  # numbers of calls of this module

@@ -135,7 +135,9 @@ def feed(
 
 def heard(driver: FileIO, seconds: float, word: bytes) -> bytes:
     """Return the driver's next word if it comes within some seconds, else its last one."""
-    return driver.read(1) or GONE if word != GONE and select.select([driver], [], [], seconds)[0] else word
+    waiting = select.poll()  # select() takes no file number above 1,023
+    waiting.register(driver, select.POLLIN)
+    return driver.read(1) or GONE if word != GONE and waiting.poll(1000 * seconds) else word
 
 
 def missing(run: Storage, next_step: int, has_ended: bool) -> Iterator[list[dict[str, Any]]]:

@@ -3,13 +3,13 @@
 import os
 import pty
 import re
-import select
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -65,9 +65,7 @@ def typing_into(shell: list[str], folder: Path) -> Iterator[Callable[[str, str],
             os.write(ours, text.encode())
             shown, until = "", time.monotonic() + SECONDS
             while awaited not in shown:
-                assert select.select([ours], [], [], max(0, until - time.monotonic()))[0], (
-                    f"{awaited!r}: got {shown!r}"
-                )
+                assert wait([ours], max(0, until - time.monotonic())), f"{awaited!r}: got {shown!r}"
                 shown += re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\x07", "", os.read(ours, 4096).decode())
             return shown
 

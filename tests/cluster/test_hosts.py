@@ -118,7 +118,7 @@ def test_more_than_all_hosts_hold_is_refused_with_the_numbers(up: list[Host], tm
 def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:
-    keys = {**TRAINING, "epochs": 9, "workers": {"min": 1, "max": 3}, "retries": 2}
+    keys = {**TRAINING, "epochs": 9, "workers": {"min": 1, "max": 3}, "retries": 2, "on_lost_worker": "restart"}
     inject = ["--inject", "kill worker 2 at step 4; drain node 10.77.0.2 for 60s at step 70"]
     with Driver(up[0], *job(**keys), *inject) as driver:
         driver.wait_for("interrupted, worker")
@@ -145,7 +145,7 @@ def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
 def test_survivors_go_on_without_a_host_until_it_comes_back_and_without_one_that_is_drained(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:
-    keys = {**TRAINING, "epochs": 14, "workers": 3, "retries": 1, "on_lost_worker": "go_on"}
+    keys = {**TRAINING, "epochs": 14, "workers": 3, "retries": 1}
     inject = ["--inject", "drain node 10.77.0.2 for 60s at step 100"]
     with Driver(up[0], *job(**keys, timeouts={"capacity": 4}), *inject) as driver:
         driver.wait_for("epoch 0, step 9")
@@ -170,7 +170,7 @@ def test_a_host_that_is_cut_off_costs_time_and_no_sample(
 ) -> None:
     dataset = {"target": "tests.driver.test_runs_on_ray:Slow", "args": {"length": 900}}
     keys = {"model": "tests.support.models:Linear", "dataset": dataset, "batch_size": 9, "shards": 3, **ONE_EACH}
-    with Driver(up[0], *job(**keys, workers={"min": 1, "max": 3})) as driver:
+    with Driver(up[0], *job(**keys, workers={"min": 1, "max": 3}, on_lost_worker="restart")) as driver:
         driver.wait_for("3 workers on 3 nodes")
         time.sleep(2)
         up[2].cut()
@@ -196,7 +196,7 @@ def test_survivors_go_on_without_a_host_that_is_cut_off_and_what_it_writes_does_
     else:
         dataset = {"target": "tests.driver.test_runs_on_ray:Slow", "args": {"length": 900}}
         keys = {"model": "tests.support.models:Linear", "dataset": dataset, "batch_size": 9, "shards": 3, **ONE_EACH}
-    with Driver(up[0], *job(**keys, workers=3, on_lost_worker="go_on")) as driver:
+    with Driver(up[0], *job(**keys, workers=3)) as driver:
         driver.wait_for("3 workers on 3 nodes")
         time.sleep(2)
         up[2].cut()
@@ -218,7 +218,7 @@ def test_survivors_go_on_without_a_host_that_is_cut_off_and_what_it_writes_does_
 def test_a_job_that_finds_no_room_any_more_says_so_and_can_be_run_again_with_less(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:
-    keys = {**TRAINING, "epochs": 2, "timeouts": {"capacity": 4}}
+    keys = {**TRAINING, "epochs": 2, "timeouts": {"capacity": 4}, "on_lost_worker": "restart"}
     with Driver(up[0], *job(**keys, workers=3)) as driver:
         driver.wait_for("3 workers on 3 nodes")
         time.sleep(3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dp_ray.cluster.membership import Leave, Loss, Member, Membership, Phase, Place, View
+from dp_ray.cluster.membership import Leave, Left, Loss, Member, Membership, Phase, Place, View
 from dp_ray.tasks.held import most_finished
 from tests.support.views import FAULTS, Broken, Model, Worker
 
@@ -37,12 +37,20 @@ def test_three_workers_in_every_interleaving(budget: dict[str, int]) -> None:
     assert explored(Model(3, steps), budget) > 20_000
 
 
+@pytest.mark.parametrize(
+    ("workers", "budget"), [(3, {"kill": 1, "keep": 1}), (2, {"kill": 2, "come": 1, "keep": 1, "look": 1})]
+)
+def test_each_row_is_in_the_history_once(workers: int, budget: dict[str, int]) -> None:
+    assert explored(Model(workers, 3), budget) > 1_000
+
+
 def all_of_three(workers: int) -> Membership:
     return Membership(workers, least=workers)
 
 
 def test_a_job_that_needs_all_its_workers_waits_for_the_newcomer() -> None:
     assert explored(Model(3, 3, all_of_three), {"kill": 1, "come": 1}) > 3_000
+    assert explored(Model(3, 2, all_of_three), {"kill": 1, "drain": 1}) > 1_000
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -80,7 +88,7 @@ class NeverSaysNow(Membership):
 
 
 class TakesTheDeadForAlive(Membership):
-    def lose(self, slots: Any) -> tuple[int, ...]:
+    def lose(self, slots: Any, why: str = "") -> tuple[int, ...]:
         return ()
 
 
@@ -88,6 +96,30 @@ class TakesTheExcluded(Membership):
     def ask(self, member: Member, progress: int, has_lost_peer: bool = False) -> bool:
         self._gone.discard(member.name)
         return super().ask(member, progress, has_lost_peer)
+
+
+class TellsOfNobodyExcluded(Membership):
+    def exclude(self, names: Any, why: str = "") -> None:
+        super().exclude(names, why)
+        self._left = ()
+
+
+class TellsOfWhoAsksAgain(Membership):
+    def ask(self, member: Member, progress: int, has_lost_peer: bool = False) -> bool:
+        rank = self.view.rank(member.name)
+        if self.is_gone(member.name) and rank is not None:
+            self._left += (Left((rank,), "asks again"),)
+        return super().ask(member, progress, has_lost_peer)
+
+
+class TellsOfADrainAtOnce(Membership):
+    """The members may be lost, or have to stay, before they leave."""
+
+    def drain(self, node_ids: Any, why: str = "") -> None:
+        super().drain(node_ids, why)
+        drained = self.drained()
+        ranks = tuple(rank for rank, member in enumerate(self.view.members) if member in drained)
+        self._left += (Left(ranks, why, is_planned=True),) if ranks else ()
 
 
 class NeedsNobody(Membership):
@@ -116,12 +148,15 @@ class LeavesOutAtOnce(Membership):
     ("make", "budget", "says"),
     [
         (LeavesOutAtOnce, {"drain": 1, "kill": 1}, "leaves for good with a step"),
-        (WaitsForNobody, {"kill": 1}, "not left the one before|runs again"),
+        (WaitsForNobody, {"kill": 1}, "not left the one before|runs again|nobody is told"),
         (NeverSaysNow, {"silence": 1, "kill": 1}, "nothing happens"),
         (TakesTheDeadForAlive, {"kill": 1}, "nothing happens"),
         (TakesTheExcluded, {"silence": 1, "kill": 1}, "gone on without it before"),
         (lambda workers: NeedsNobody(workers, least=workers), {"kill": 1}, "fewer workers than the job needs"),
         (RanksBySlot, {"kill": 1, "come": 1}, "rank 0 lives"),
+        (TellsOfNobodyExcluded, {"silence": 1, "kill": 1}, "nobody is told"),
+        (TellsOfWhoAsksAgain, {"silence": 1, "kill": 1}, "told twice"),
+        (TellsOfADrainAtOnce, {"drain": 1, "kill": 1}, "told to have left that takes part"),
     ],
 )
 def test_a_membership_that_breaks_a_rule_is_found(make: Any, budget: dict[str, int], says: str) -> None:
@@ -135,6 +170,47 @@ def test_a_state_that_is_not_the_newest_is_found() -> None:
 
     with pytest.raises(Broken, match=r"a step that another one has finished|runs again"):
         explored(Model(3, 2, level=rank_0), {"kill": 1})
+
+
+class HoldsRowsAtRank0(Model):
+    def holds_rows(self, is_first: bool) -> bool:
+        return is_first
+
+
+class GetsNoRows(Model):
+    def got(self, worker: Worker, sent: frozenset[int]) -> frozenset[int]:
+        return worker.rows
+
+
+class NeverDrops(Model):
+    def dropped(self, worker: Worker) -> frozenset[int]:
+        return worker.rows
+
+
+class DropsTooMuch(Model):
+    def dropped(self, worker: Worker) -> frozenset[int]:
+        end = max((end for _, end in self.pieces), default=0)
+        return frozenset(step for step in worker.rows if step >= end)
+
+
+class RemovesNothing(Model):
+    def left(self, worker: Worker) -> frozenset[tuple[int, int]]:
+        return self.pieces
+
+
+@pytest.mark.parametrize(
+    ("model", "budget"),
+    [
+        (HoldsRowsAtRank0, {"kill": 1}),
+        (GetsNoRows, {"kill": 2, "come": 1}),
+        (NeverDrops, {"kill": 1, "keep": 1}),
+        (DropsTooMuch, {"kill": 1, "keep": 1, "look": 1}),
+        (RemovesNothing, {"kill": 1, "keep": 1}),
+    ],
+)
+def test_a_history_without_each_row_once_is_found(model: type[Model], budget: dict[str, int]) -> None:
+    with pytest.raises(Broken, match="row is missing in the history, or is there twice"):
+        explored(model(2, 2), budget)
 
 
 def test_a_newcomer_that_does_not_get_the_others_state_is_found() -> None:

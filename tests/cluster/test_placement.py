@@ -31,7 +31,7 @@ from dp_ray.cluster.internals.context import gpus_of
 from dp_ray.cluster.internals.core import types_in, wants_token
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
-from dp_ray.cluster.workers import backend_of
+from dp_ray.cluster.workers import backend_of, why_restarts
 from dp_ray.engine.devices import input_device
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
@@ -87,6 +87,32 @@ BOTH = "cpu:gloo,cuda:nccl"
 def test_workers_that_may_share_a_gpu_exchange_by_gloo(keys: dict[str, Any], gpus: float, backend: str) -> None:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 8, **keys}, "job")
     assert backend_of(job, gpus) == backend
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "why"),
+    [
+        ({}, 0, ""),
+        ({"on_lost_worker": "go_on"}, 0, ""),
+        ({"on_lost_worker": "restart"}, 0, "on_lost_worker: restart"),
+        ({"workers": {"min": 1, "max": 4}}, 0, ""),
+        ({"workers": 1}, 0, "one worker"),
+        ({"shards": "auto"}, 0, "shards: auto"),
+        ({}, 1, "GPUs"),
+        ({"on_lost_worker": "go_on"}, 1, "GPUs"),
+        ({}, 0.5, "GPUs"),  # though they exchange by gloo
+        ({"devices": ["cuda:0"]}, 0.5, "GPUs"),
+        ({"devices": ["cuda:0"], "placement": "STRICT_SPREAD"}, 0, "GPUs"),
+        ({"devices": ["cpu"]}, 1, ""),  # of a session with GPUs
+        ({"gpus_per_worker": 0}, 1, ""),
+        ({"strategy": "fsdp"}, 0, ""),
+    ],
+)
+def test_survivors_go_on_by_default_where_no_worker_computes_on_a_gpu(
+    keys: dict[str, Any], gpus: float, why: str
+) -> None:
+    job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 8, "workers": 2, **keys}, "job")
+    assert why_restarts(job, gpus) == why
 
 
 @pytest.mark.parametrize(

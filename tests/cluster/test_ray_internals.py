@@ -634,7 +634,10 @@ def test_the_agents_stand_in_writes_the_ports_that_the_raylet_waits_for(tmp_path
 
 
 @pytest.mark.slow
-def test_the_agent_of_environments_comes_when_it_is_asked_at_the_port_that_the_raylet_knows(tmp_path: Path) -> None:
+def test_the_agent_of_environments_comes_when_it_is_asked_at_the_port_that_the_raylet_knows(
+    tmp_path: Path, many_files: list[int]
+) -> None:
+    """Its raylet may have passed on many open files."""
     agent, node = tmp_path / "agent.py", "2e" * 28
     agent.write_text(
         "import os, socket, sys\n"
@@ -647,7 +650,7 @@ def test_the_agent_of_environments_comes_when_it_is_asked_at_the_port_that_the_r
     given = [f"--node-id={node}", "--node-ip-address=127.0.0.1", f"--session-dir={tmp_path}"]
     line = [*AGENTS, "late", sys.executable, str(agent), *given, f"{OPTION}0", "--rest"]
     written = tmp_path / f"{ray._raylet.RUNTIME_ENV_AGENT_PORT_NAME}_{node}"
-    with subprocess.Popen(line, env={"RAY_RAYLET_PID": str(os.getpid())}) as running:
+    with subprocess.Popen(line, env={"RAY_RAYLET_PID": str(os.getpid())}, pass_fds=many_files) as running:
         assert within(30, written.exists)
         port = int(written.read_text())
         time.sleep(0.2)

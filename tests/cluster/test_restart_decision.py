@@ -19,7 +19,7 @@ from dp_ray.cluster.decisions import (
     WorkersFailed,
     decide_restart,
 )
-from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
+from dp_ray.messages import Ending, Interrupted, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
 
 NOW = 1000.0
@@ -204,33 +204,6 @@ def test_what_becomes_of_a_failure(
     assert (decision.do, decision.reason) == (do, reason)
     assert decision.message == (None if told is None else Interrupted(*told))
     assert decision.memory.retries == left
-
-
-@pytest.mark.parametrize(
-    ("failure", "losses", "do", "told"),
-    [
-        (failed({1: "killed"}), 1, Restart.REPLACE, Interrupted(IncidentKind.WORKER, "killed", (1,))),
-        (failed({0: "killed", 2: "killed"}), 3, Restart.REPLACE, Interrupted(IncidentKind.WORKER, "killed", (0, 2))),
-        (failed(raised=1), 1, Restart.REPLACE, Interrupted(IncidentKind.WORKER, "oh", (1,))),
-        (LOST, 2, Restart.REPLACE, Interrupted(IncidentKind.WORKER, LOST.cause, ())),
-        (
-            failed({1: "killed"}),
-            4,
-            Restart.LEAVE,
-            Note("no other worker is started in the place of a lost one: 3 were lost as they started: killed"),
-        ),
-        (failed({1: "killed"}), 5, Restart.LEAVE, None),  # it is told once
-        (failed(mistaken=1), 1, Restart.LEAVE, None),  # the worker has told it
-        (ERROR, 1, Restart.GIVE_UP, None),
-    ],
-)
-def test_lost_workers_that_serve_modules_are_replaced_alone(
-    failure: Any, losses: int, do: Restart, told: Any
-) -> None:
-    for retries in (0, 2):
-        memory = Memory(retries)
-        decision = decide_restart(Snapshot(failure, NOTHING, memory, 3, losses), NOW)
-        assert (decision.do, decision.message, decision.memory) == (do, told, memory), "it costs no retry"
 
 
 def test_capacity_that_was_taken_is_waited_for_without_a_retry() -> None:

@@ -1,6 +1,7 @@
 """The channel makes views for a job whose workers go on where others are lost; the actor's class, without Ray."""
 
 import asyncio
+import pickle
 from collections.abc import Coroutine
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from dp_ray.cluster import channel as module
 from dp_ray.cluster.channel import STOP, Ask, Channel, Terms
-from dp_ray.cluster.membership import Loss, Member, View
+from dp_ray.cluster.membership import Left, Loss, Member, View
 from tests.cluster.test_channel import played, soon
 
 A, B, C = (Member(name, slot, "node") for slot, name in enumerate("abc"))
@@ -30,6 +31,11 @@ async def begun(**terms: Any) -> Channel:
     return channel
 
 
+async def told(channel: Channel) -> list[Any]:
+    """What the driver hears, but for beats."""
+    return [pickle.loads(message) for message in await channel.receive(wait=False) if message]
+
+
 async def beat(channel: Channel, member: Member, view: int) -> Ask:
     return await channel.put(b"", 1, view, member.name)
 
@@ -44,7 +50,7 @@ def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
         second = await soon(asks(channel, C, 8, lost=True))
         assert not second.done(), "nobody knows that the third one is dead"
         assert await channel.survey(1, (1,)) == Loss((1,), 1)
-        await channel.lose(1, (1,))
+        await channel.lose(1, (1,), "killed")
         assert await first == await second == View(2, (A, C))
         assert await beat(channel, B, 1) is Ask.END
         assert await asks(channel, B, 8) is None
@@ -55,7 +61,7 @@ def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
 def test_a_newcomer_is_taken_in_after_a_step_of_all() -> None:
     async def play() -> None:
         channel = await begun()
-        await channel.lose(1, (1,))
+        await channel.lose(1, (1,), "killed")
         await asyncio.gather(asks(channel, A, 2, lost=True), asks(channel, C, 2, lost=True))
         newcomer = await soon(asks(channel, NEW))
         assert await beat(channel, A, 2) is Ask.LEAVE
@@ -86,7 +92,7 @@ def test_all_that_waits_ends_when_the_view_breaks() -> None:
         through = await soon(channel.through(1, 0, 3))
         leaves = await soon(channel.leave(1, 0, 3, True))
         store = await soon(channel.store("attempt", 1))
-        await channel.lose(1, (2,))
+        await channel.lose(1, (2,), "killed")
         assert await through is False and await leaves is True and await store is None
 
     played(play())
@@ -147,12 +153,13 @@ def test_a_member_without_a_sign_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
 
     async def play() -> None:
-        channel = await begun(rejoin=0.3)
+        channel = await begun()
         first = await soon(asks(channel, A, 6, lost=True))
-        for _ in range(4):  # one that computes gives signs
-            await asyncio.sleep(0.15)
-            await beat(channel, C, 1)
-        assert not first.done()
+        channel._heard[B.name] -= 10.0
+        while not await channel.is_out(B.name):
+            assert await beat(channel, C, 1) is Ask.LEAVE_NOW
+            await asyncio.sleep(0.02)
+        assert not first.done(), "one that computes gives signs"
         assert await asks(channel, C, 6, lost=True) == View(2, (A, C))
 
     played(play())
@@ -178,10 +185,214 @@ def test_a_member_that_computes_for_longer_than_a_step_may_take_is_left_out(monk
 def test_a_job_that_needs_all_its_workers_has_no_view_of_fewer() -> None:
     async def play() -> None:
         channel = await begun(needs_all=True)
-        await channel.lose(1, (1,))
+        await channel.lose(1, (1,), "killed")
         asking = [await soon(asks(channel, member, 6, lost=True)) for member in (A, C)]
         assert not any(one.done() for one in asking)
         newcomer = await soon(asks(channel, NEW))
         assert [await one for one in [*asking, newcomer]] == [View(2, (A, C, NEW))] * 3
+
+    played(play())
+
+
+async def next_view(channel: Channel, *members: Member) -> View | None:
+    views = await asyncio.gather(*(asks(channel, member, 6, lost=True) for member in members))
+    assert len({view and view.number for view in views}) == 1
+    return views[0]
+
+
+@pytest.mark.parametrize("dies", ["after", "before the next view", "before"])
+def test_a_silent_member_is_told_once_however_it_ends(monkeypatch: pytest.MonkeyPatch, dies: str) -> None:
+    """One that hangs has been silent for long when it is killed, so that the others may leave it out before."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+
+    async def play() -> None:
+        channel = await begun()
+        silent, killed = Left((1,), "it gave no sign for 10 s (timeouts.rejoin)"), Left((1,), "killed")
+        channel._heard[B.name] -= 10.0
+        if dies == "before":
+            await channel.lose(1, (1,), "killed")
+        elif dies == "before the next view":
+            assert await beat(channel, C, 1) is Ask.NOTHING
+            first = await soon(asks(channel, A, 6, lost=True))
+            while not await channel.is_out(B.name):
+                assert await beat(channel, C, 1) is Ask.LEAVE_NOW
+                await asyncio.sleep(0.02)
+            assert await told(channel) == [silent]
+            assert not first.done()
+            assert await channel.survey(1, (1,)) == Loss((), 1, has_excluded=True)
+            await channel.lose(1, (1,), "killed")
+            assert not first.done() and await asks(channel, C, 6, lost=True) == await first
+        if dies != "before the next view":
+            assert await next_view(channel, A, C) == View(2, (A, C))
+            assert await told(channel) == [killed if dies == "before" else silent]
+        assert await channel.survey(1, (1,)) == Loss((), 1, has_excluded=dies == "after")
+        await channel.lose(1, (1,), "killed")
+        assert await told(channel) == []
+        assert await beat(channel, B, 1) is Ask.END and not await asks(channel, B, 6, lost=True)
+        assert await told(channel) == []
+
+    played(play())
+
+
+def test_one_that_computes_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+
+    async def play() -> None:
+        channel = await begun(rejoin=60.0, step=0.2)
+        assert await next_view(channel, A, C) == View(2, (A, C))
+        assert await told(channel) == [Left((1,), "it did not leave its step within 0.2 s (timeouts.step)")]
+
+    played(play())
+
+
+def test_a_drained_member_is_told_when_it_leaves() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.begin(Terms(1, 3, goes_on=True), ["job"])
+        members = [Member(name, slot, f"node {name}") for slot, name in enumerate("abc")]
+        await asyncio.gather(*(asks(channel, member) for member in members))
+        await channel.drain(1, ("node b", "node c"), "drained")
+        await channel.drain(1, ("node b", "node c"), "drained")  # Ray tells of it as long as it lasts
+        assert await told(channel) == []
+        await channel.lose(1, (2,), "killed")
+        assert await told(channel) == [Left((2,), "killed")]
+        views = await asyncio.gather(*(asks(channel, member, 4) for member in members[:2]))
+        assert views == [View(2, (members[0],)), None]
+        assert await told(channel) == [Left((1,), "drained", is_planned=True)]
+
+    played(play())
+
+
+def test_a_newcomer_that_dies_before_its_first_view_is_no_loss() -> None:
+    async def play() -> None:
+        channel = await begun()
+        await channel.lose(1, (1,), "killed")
+        assert await next_view(channel, A, C) == View(2, (A, C))
+        newcomer = await soon(asks(channel, NEW))
+        assert len(await told(channel)) == 1
+        assert await channel.survey(1, (1,)) == Loss((), 1)
+        await channel.lose(1, (1,), "killed as it starts")
+        assert await newcomer is None and await told(channel) == []
+
+    played(play())
+
+
+def test_another_process_in_the_place_of_a_member_is_a_loss() -> None:
+    async def play() -> None:
+        channel = await begun()
+        newcomer = await soon(asks(channel, NEW))
+        assert await next_view(channel, A, C) == await newcomer == View(2, (A, C, NEW))
+        assert await told(channel) == [Left((1,), "another process is in its place")]
+
+    played(play())
+
+
+def test_who_dies_after_all_were_through_and_took_no_part_restarts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+
+    async def play() -> None:
+        channel = await begun()
+        channel._heard[B.name] -= 10.0
+        assert await next_view(channel, A, C) == View(2, (A, C))
+        assert await asyncio.gather(*(channel.through(2, rank, 2) for rank in range(2))) == [True] * 2
+        assert await channel.survey(1, (1,)) == Loss((), 1, has_excluded=True)
+        assert await channel.survey(1, (0,)) is None
+
+    played(play())
+
+
+async def started(**terms: Any) -> Channel:
+    """A channel of three idle workers, and then a job for them; none has asked yet for a view of it."""
+    channel = Channel()
+    idle = [await soon(channel.next_job(0, "group", member.slot, 3)) for member in (A, B, C)]
+    if "lost" in terms:
+        slots = terms.pop("lost")
+        assert await channel.survey(0, slots) == Loss((), 0)
+        await channel.lose(0, slots, "killed")
+    await channel.begin(Terms(1, 3, goes_on=True, **terms), ["job"])
+    assert [(await each)[0].number for each in idle] == [1] * 3  # type: ignore[index]
+    return channel
+
+
+def test_a_job_begins_with_those_that_live_and_takes_in_who_comes_for_the_one_lost_while_idle() -> None:
+    async def play() -> None:
+        channel = await started(lost=(1,))
+        assert await channel.mended() == (True, {1})
+        views = await asyncio.gather(asks(channel, C), asks(channel, A))
+        assert views == [View(1, (A, C))] * 2
+        await channel.next_job(0, "group", 1, 3)
+        newcomer = await soon(asks(channel, NEW))
+        assert await beat(channel, A, 1) is Ask.LEAVE and not newcomer.done()
+        views = await asyncio.gather(asks(channel, C, 4), asks(channel, A, 4))
+        assert views == [await newcomer] * 2 and views[0] == View(2, (A, C, NEW))
+
+    played(play())
+
+
+def test_who_comes_before_the_others_have_asked_is_waited_for() -> None:
+    async def play() -> None:
+        channel = await started(lost=(1,))
+        await channel.next_job(0, "group", 1, 3)
+        first, second = await soon(asks(channel, NEW)), await soon(asks(channel, C))
+        assert not first.done() and not second.done()
+        assert await asks(channel, A) == await first == await second == View(1, (A, NEW, C))
+
+    played(play())
+
+
+def test_workers_that_must_be_all_wait_for_who_comes() -> None:
+    async def play() -> None:
+        channel = await started(lost=(1,), needs_all=True)
+        first, second = await soon(asks(channel, A)), await soon(asks(channel, C))
+        assert not first.done() and not second.done()
+        assert await asks(channel, NEW) == await first == await second
+
+    played(play())
+
+
+def test_workers_that_are_lost_before_the_first_view_are_not_waited_for() -> None:
+    async def play() -> None:
+        channel = await started()
+        first, second = await soon(asks(channel, A)), await soon(asks(channel, C))
+        assert not first.done() and not second.done()
+        assert await channel.survey(1, (1,)) == Loss((), 1)
+        await channel.lose(1, (1,), "killed")
+        assert await first == await second == View(1, (A, C))
+        assert await channel.survey(1, (0, 2)) is None, "nobody is left"
+
+    played(play())
+
+
+def test_idle_workers_of_whom_none_is_left_start_again_and_others_are_not_mended() -> None:
+    async def play() -> None:
+        channel = await started()
+        await channel.finish(1)
+        await channel.lose(0, (0,), "killed")
+        assert await channel.survey(0, (1,)) == Loss((), 0)
+        await channel.lose(0, (1,), "killed")
+        assert await channel.survey(0, (2,)) is None
+        await soon(channel.next_job(0, "another group", 0, 3))
+        assert await channel.mended() == (False, set())
+
+    played(play())
+
+
+def test_those_that_serve_have_a_view_after_the_one_that_they_leave() -> None:
+    async def play() -> None:
+        channel = await started(serves=True)
+        coming = await soon(channel.view_after(1, "", 0))
+        await asyncio.gather(asks(channel, A), asks(channel, B), asks(channel, C))
+        assert await coming == ("group", View(1, (A, B, C)))
+        after = await soon(channel.view_after(1, "group", 1))
+        await channel.exclude(1, B.name, "it has ended")
+        assert await channel.gone(1, ["a", "b", "c"]) == {"b"}
+        assert await beat(channel, A, 1) is Ask.LEAVE_NOW and not after.done()
+        await asyncio.gather(asks(channel, A), asks(channel, C))
+        assert await after == ("group", View(2, (A, C)))
+        await channel.break_up(1)
+        assert await beat(channel, A, 2) is Ask.LEAVE_NOW
+        last = await soon(channel.view_after(1, "group", 2))
+        await channel.finish(1)
+        assert await last is None
 
     played(play())

@@ -272,7 +272,7 @@ def verdicts(items: list[Any], size: int, collate: Any = None) -> set[int]:
     for start in range(0, len(items), size):
         indices = list(range(len(items)))[start : start + size]
         read = Read(ReadRequest(0, 0, 0, indices), [items[index] for index in indices], 0.0)
-        _, (_, screened) = Collate(collate or default_collate, None, screen, picks=False)(read)
+        _, (_, screened) = Collate(collate or default_collate, None, screen, screen.reader)(read)
         bad |= {found.sample for found in screened.bad.values()}
     return bad
 

@@ -372,7 +372,7 @@ HALVES = {"a": 0.5, "b": 0.5}
         ({"sources": {}}, r"sources: must map names to datasets"),
         ({"sources": ["a"]}, r"sources: must map names to datasets"),
         ({"sources": {"from": [1]}}, r"none of them 'from'"),
-        ({"sources": {**PAIR, "b": 7}}, r"sources.b: must be a map-style dataset; int lacks __len__ and __getitem__"),
+        ({"sources": {**PAIR, "b": 7}}, r"sources.b: must be map-style, with .*; int lacks __len__ and __getitem__"),
         ({"sources": {**PAIR, "b": "no.such:thing"}}, r"sources.b: cannot import 'no.such'"),
         ({"sources": {**PAIR, "b": "nothing"}}, r"sources.b.*must be 'module:attribute'"),
         ({"sources": {**PAIR, "b": {"target": "a:b", "arg": {}}}}, r"sources.b.arg"),
@@ -417,9 +417,31 @@ def test_a_key_that_an_item_lacks_is_told_by_source_and_row() -> None:
         reader([7])
 
 
+def refuses(items: list[Any]) -> Any:
+    raise ValueError("unlike sizes")
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_error_of_a_collate_names_the_rows_of_sources(processes: int, tmp_path: Path) -> None:
+    keys = keys_of(storage=str(tmp_path), dataset=mixed(), batch_size=2, collate=refuses, shuffle=False)
+    named = [(number, *mix().locate(number)) for number in MixtureOrder(mix().mixture, shuffle=False).indices(0, 2)]
+    rows = ", ".join(f"{number} (row {row} of source '{source}')" for number, source, _, row in named)
+    with pytest.raises(DataError, match=re.escape(f"unlike sizes; it got samples {rows}")):
+        dp_ray.run(**keys, loader={"processes": processes})
+
+
 def test_a_source_without_rows_is_refused() -> None:
-    with pytest.raises(DataError, match=r"sources.b: list has no rows; leave the source out"):
+    with pytest.raises(DataError, match=r"sources.b: list is empty"):
         Mix({"a": [1], "b": []}, HALVES)
+
+
+def test_a_source_is_checked_as_any_dataset() -> None:
+    class NoItems(Dataset[Any]):  # torch's base class has a __getitem__ that only raises
+        def __len__(self) -> int:
+            return 3
+
+    with pytest.raises(JobError, match=r"Mix: sources.b: must be map-style, .*NoItems lacks __getitem__"):
+        Mix({"a": [1], "b": NoItems()}, HALVES)
 
 
 def test_what_a_job_cannot_do_with_a_mixture_is_said_before_it_runs(tmp_path: Path) -> None:

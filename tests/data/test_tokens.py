@@ -121,6 +121,9 @@ def test_windows_and_documents_are_those_of_lists(
     assert whole.lengths("input_ids").tolist() == [len(document) for document in lists]
     for dataset in (windows, whole):
         assert dataset.block_rows.sum() == len(dataset) and (dataset.block_rows >= 0).all()
+        needed = [dataset.blocks_at(index, index + 1) for index in range(len(dataset))]
+        assert {number for some in needed for number in some} <= set(range(dataset.num_blocks))
+        assert all(map(len, needed)) or dataset is whole, "an empty document alone needs no block"
     if len(windows):
         columns = windows.read_columns(range(len(windows)), ["labels", "input_ids"])
         assert columns is not None
@@ -253,6 +256,20 @@ def test_what_is_damaged_anywhere_is_an_error_or_another_token(
         says = str(error)
     sizes = list(map(len, of)) if form not in ("plain", "npy") else [sum(map(len, of))]
     assert f"a{ending}" in says or "a.idx" in says or found == sizes or form == "plain"
+
+
+@pytest.mark.parametrize("form", ["npy", "parquet"])
+def test_a_token_above_int64_is_named_with_its_place(form: str, tmp_path: Path) -> None:
+    rows = np.array([[1, 2**63 - 1, 3], [4, 2**63 + 7, 6]], np.uint64)
+    if form == "npy":
+        np.save(tmp_path / "a.npy", rows)
+    else:
+        pq.write_table(
+            pa.table({"input_ids": pa.array(rows.tolist(), pa.list_(pa.uint64()))}), tmp_path / "a.parquet"
+        )
+    says = r"a\.(npy, tokens from 0 on|parquet, row group 0): number 4 in it is 9223372036854775815"
+    with pytest.raises(DataError, match=says):
+        Tokens(tmp_path, length=2)[1]
 
 
 def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def at_random(seed: int, workers: int, faults: int, steps: int) -> str:
 @pytest.mark.ray
 def test_a_training_under_ten_faults_ends_as_if_there_were_none(cluster: Cluster, run: Run, tmp_path: Path) -> None:
     """Of the driver too: the first kills itself, the second is killed from outside, each with its workers."""
-    job = job_file(tmp_path, checkpoint={"every_steps": 2}, retries=20, epochs=3)
+    job = job_file(tmp_path, checkpoint={"every_steps": 2}, retries=20, epochs=3, on_lost_worker="restart")
     faults = f"{at_random(1, 2, 3, 9)}; kill driver at step 12"
     common = ["run", job, "--storage", str(tmp_path), "--name", "run"]
     with driver(cluster, *common, "--workers", "2", "--inject", faults) as first:
@@ -144,7 +144,7 @@ def told_in(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.ray
 def test_restarted_workers_need_no_environment_of_their_own_on_a_ray_of_dp_rays_own(tmp_path: Path) -> None:
     """Ray would start its agent for one, which takes longer than all else in a restart."""
-    job = telling(tmp_path)
+    job = telling(tmp_path, on_lost_worker="restart")
     common = ["run", job, "--storage", str(tmp_path), "--quiet", "--json", "--workers", "2"]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
     line = [sys.executable, "-m", "dp_ray", *common, "--inject", "kill worker 1 at step 4"]
@@ -159,7 +159,7 @@ def test_restarted_workers_need_no_environment_of_their_own_on_a_ray_of_dp_rays_
 
 @pytest.mark.ray
 def test_restarted_workers_have_env_before_they_import_anything(run: Run, tmp_path: Path) -> None:
-    job = telling(tmp_path, env={"DP_RAY_TESTED": "7"})
+    job = telling(tmp_path, env={"DP_RAY_TESTED": "7"}, on_lost_worker="restart")
     result = run(job, workers=2, inject="kill worker 1 at step 4")
     assert result.restarts == 1
     *first, third, fourth = told_in(tmp_path)
@@ -187,7 +187,8 @@ class ShortOfMemory(torch.nn.Linear):
 @pytest.mark.ray
 def test_memory_that_is_not_free_right_after_a_restart_is_waited_for(run_in_session: Run, tmp_path: Path) -> None:
     model = {"target": "tests.driver.test_faults:ShortOfMemory", "args": {"folder": str(tmp_path)}}
-    result = run_in_session(**passing(tmp_path, 0, model=model), inject="kill worker 1 at step 3")
+    keys = passing(tmp_path, 0, model=model, on_lost_worker="restart")
+    result = run_in_session(**keys, inject="kill worker 1 at step 3")
     assert [interruption["kind"] for interruption in result.interruptions] == ["worker", "error"]
     assert "out of memory" in result.interruptions[1]["what"]
     assert (result.status, result.world_sizes) == ("done", [2, 2, 2])
@@ -206,7 +207,7 @@ def test_an_error_that_comes_back_ends_the_job_at_once(run: Run, tmp_path: Path)
 def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_stopped_one(
     run_in_session: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keys = passing(tmp_path, 1, hangs=True, timeouts={"step": 4}, quiet=False)
+    keys = passing(tmp_path, 1, hangs=True, timeouts={"step": 4}, quiet=False, on_lost_worker="restart")
     result = run_in_session(**keys, inject="pause worker 1 at step 8")
     hung, stopped = result.interruptions
     # Sample 60 is of step 6, which rank 0 reads while the gradients of step 5 are summed.
@@ -310,9 +311,11 @@ def is_worker(pid: int) -> bool:
 
 
 @pytest.mark.ray
-def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
+@pytest.mark.parametrize("then", ["go_on", "restart"])
+def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run, then: str) -> None:
     """The steps of 200 tutorials, 800, while workers are killed at random times from outside."""
     keys: dict[str, Any] = {"model": "tests.support.models:Linear", "batch_size": 10, "shards": 4}
+    keys["on_lost_worker"] = then
     target = "tests.driver.test_faults:Slowly"
     undisturbed = run(**keys, workers=0, name="undisturbed", dataset={"target": target, "args": {"seconds": 0.0}})
     ports, memory = listening(), shared_memory()
@@ -341,7 +344,8 @@ def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
     assert 1 <= result.restarts <= len(kills)
     assert result.outputs_sha256 == undisturbed.outputs_sha256
     seen = [(report.step, report.shard) for report in result.iter_shapes()]
-    assert seen == [(step, shard) for step in range(800) for shard in range(4)]
+    there = [(step, shard) for step in range(800) for shard in range(4)]
+    assert seen == there if then == "restart" else set(seen) <= set(there), "a lost worker's last ones may be missing"
     left = lasting(lambda: {*processes(), *(listening() - ports), *(shared_memory() - memory)}, 30)
     assert not left
     assert not processes()

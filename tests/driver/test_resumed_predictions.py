@@ -36,12 +36,17 @@ from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs import merging, parts
 from dp_ray.outputs.files import FileMerge, prove_outputs
 from dp_ray.outputs.merging import Merger
+from dp_ray.rundir import checkpoint
+from dp_ray.rundir.checkpoint import checkpoint_name
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.incidents import IncidentKind, Interruption
 from dp_ray.rundir.lease import LEASE
+from dp_ray.storage import Storage
+from dp_ray.tensors.files import write_tensors
 from tests.support import forked, models
 from tests.support.builders import run_dir_of
 from tests.support.trainings import keys_of
+from tests.support.within import within
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
 
@@ -96,15 +101,19 @@ def test_parts_are_gone_once_they_are_merged(tmp_path: Path) -> None:
 
 def test_a_part_that_vanished_is_found_out_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error, not a hole; the next run fills it."""
-    finish = Merger.finish
+    finish, merge_files = Merger.finish, Merger._merge_files
 
     def lose_a_part(merger: Merger, control: Any) -> bool:
         (tmp_path / "run" / "parts").joinpath(min(os.listdir(tmp_path / "run" / "parts"))).unlink()
         return finish(merger, control)
 
+    def merge_at_the_end(merger: Merger) -> None:
+        merger._has_ended.wait()
+        merge_files(merger)
+
     monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(merging, "LOOK_SECONDS", 100.0)  # nothing is merged before the loop has ended
+        patch.setattr(Merger, "_merge_files", merge_at_the_end)  # else a part that is merged already may be lost
         patch.setattr(Merger, "finish", lose_a_part)
         with pytest.raises(StorageError, match="position 0 is missing"):
             dp_ray.run(**keys(tmp_path))
@@ -266,38 +275,59 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
 
 
 class FillsTheDisk(models.SlowPairs):
-    """Reading sample 70 fills the disk that holds `folder`, while the file `greedy` is there."""
+    """Reading sample 70 fills the disk that holds `folder`, while the file `greedy` is there.
 
-    def __init__(self, folder: str) -> None:
+    The checkpoints `kept`, and no others, are there by then.
+    """
+
+    def __init__(self, folder: str, kept: list[str]) -> None:
         super().__init__(0.0)
-        self.folder = Path(folder)
+        self.folder, self.kept = Path(folder), kept
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if index == 70 and (self.folder / "greedy").exists():
+            assert within(60, lambda: names_of_checkpoints(self.folder) == self.kept)
             with (self.folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
                 while True:
                     filler.write(bytes(4096))
         return super().__getitem__(index)
 
 
+def names_of_checkpoints(folder: Path) -> list[str]:
+    return sorted(path.stem for path in (folder / "run" / "checkpoints").glob("step-*.safetensors"))
+
+
 @pytest.mark.root
-def test_a_full_disk_in_the_middle_of_a_training_costs_no_checkpoint(tmp_path: Path, small_disk: Path) -> None:
-    dataset = {"target": "tests.driver.test_resumed_predictions:FillsTheDisk", "args": {"folder": str(small_disk)}}
-    keys = training(small_disk, dataset=dataset, checkpoint={"every_steps": 2, "keep": 2})
+@pytest.mark.parametrize("kept", [[4, 6], [2, 4]], ids=["between two", "while one is written"])
+def test_a_full_disk_in_the_middle_of_a_training_costs_no_checkpoint(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, kept: list[int]
+) -> None:
+    def write_late(storage: Storage, name: str, *rest: Any) -> Any:
+        """Of the checkpoint that is not to be kept, write nothing before the disk is full."""
+        if name == checkpoint_name(kept[1] + 2) and (small_disk / "greedy").exists():
+            assert within(60, lambda: os.statvfs(small_disk).f_bavail == 0)
+        return write_tensors(storage, name, *rest)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write_late)
+    names = [f"step-{step}" for step in kept]
+    target = "tests.driver.test_resumed_predictions:FillsTheDisk"
+    # A checkpoint is larger than what becomes free when the driver replaces a file.
+    large = {"target": "tests.support.training:mlp", "args": {"width": 4000}}
+    dataset = {"target": target, "args": {"folder": str(small_disk), "kept": names}}
+    keys = training(small_disk, dataset=dataset, model=large, checkpoint={"every_steps": 2, "keep": 2})
     (small_disk / "greedy").touch()
     with pytest.raises(StorageError, match="No space left on device"):
         dp_ray.run(**keys)
-    kept = sorted((small_disk / "run" / "checkpoints").glob("step-*"))
-    assert [path.stem for path in kept] == ["step-4", "step-6"], "those before the disk was full"
-    for path in kept:
-        load_file(path)
+    assert names_of_checkpoints(small_disk) == names, "those before the disk was full"
+    for name in names:
+        load_file(small_disk / "run" / "checkpoints" / f"{name}.safetensors")
     (small_disk / "filler").unlink()
     (small_disk / "greedy").unlink()
     result = dp_ray.run(**keys)
-    undisturbed = dp_ray.run(**training(tmp_path, dataset=dataset, name="undisturbed"))
+    undisturbed = dp_ray.run(**training(tmp_path, dataset=dataset, model=large, name="undisturbed"))
     assert result.weights_sha256 == undisturbed.weights_sha256
     (one,) = result.interruptions
-    assert (one["kind"], one["resumed_step"]) == ("driver", 6)
+    assert (one["kind"], one["resumed_step"]) == ("driver", kept[1])
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02], ids=["at the end", "while the loop runs"])

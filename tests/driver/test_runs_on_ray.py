@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -17,6 +16,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +229,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Embedded:
                 done = outcome_of(process)
         finally:
             stale.write_text(before) if before is not None else stale.unlink(missing_ok=True)
-        asked_dead = bool(select.select([dead], [], [], 0)[0])
+        asked_dead = bool(wait([dead], 0))
     return Embedded(done, storage, list(left_by(process.pid)), asked_dead)
 
 

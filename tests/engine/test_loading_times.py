@@ -146,7 +146,11 @@ def test_the_next_batch_can_be_asked_for_after_an_error() -> None:
 
 
 def test_measuring_costs_microseconds() -> None:
-    reads, collate, times = Samples(SampleReader(SlowReads()), 0), Collate(len, None, None, picks=False), StepTimes()
+    reads, collate, times = (
+        Samples(SampleReader(SlowReads()), 0),
+        Collate(len, None, None, SampleReader([])),
+        StepTimes(),
+    )
     assert len(reads) == STEPS * 4
     seconds, (indices, batch) = collate(reads.__getitems__(ReadRequest(0, 0, 0, [1, 2])))
     assert seconds >= SECONDS

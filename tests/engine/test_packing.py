@@ -428,6 +428,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"fields": ["input_ids", "weights"]},
         "row 0 of dataset: 'weights': Got unsupported ScalarType BFloat16",
     ),
+    "above int64": (
+        [{"input_ids": np.array(row, np.uint64)} for row in ([1], [1, 2**63])],
+        {},
+        "row 1 of dataset: number 1 of 'input_ids' is 9223372036854775808, which int64 cannot hold",
+    ),
     "empty": (Lists([[], []]), {}, "dataset: has no tokens: 'input_ids' is empty in all of its 2 rows"),
 }
 

@@ -6,12 +6,12 @@ import logging
 import os
 import pty
 import re
-import select
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -114,7 +114,7 @@ def test_a_terminal_shows_what_goes_on_though_nobody_tells_of_news(monkeypatch: 
     progress.start([World(0)])
     with terminal(monkeypatch) as looked_at, Console("job").live(progress):
         shown = ""
-        while "building the dataset and the model" not in shown and select.select([looked_at], [], [], 60)[0]:
+        while "building the dataset and the model" not in shown and wait([looked_at], 60):
             shown += os.read(looked_at, 100_000).decode()
     assert "building the dataset and the model" in shown
 
@@ -130,7 +130,7 @@ def test_a_terminal_shows_the_newest_of_many_epochs_in_one_line(monkeypatch: pyt
                     time.sleep(0.25)  # the display is drawn five times a second
         losses.end()
         read = b""
-        while select.select([looked_at], [], [], 0.3)[0]:
+        while wait([looked_at], 0.3):
             read += os.read(looked_at, 1 << 16)
     shown = read.decode()
     printed = re.findall(r"job: epoch (\d+), step", shown)
@@ -152,7 +152,7 @@ def test_threads_that_share_a_terminal_print_lines(monkeypatch: pytest.MonkeyPat
             thread.join()
         sys.stderr.flush()
         shown = ""
-        while shown.count("\n") < 2 and select.select([looked_at], [], [], 10)[0]:  # a terminal passes on in pieces
+        while shown.count("\n") < 2 and wait([looked_at], 10):  # a terminal passes on in pieces
             shown += os.read(looked_at, 100_000).decode()
     assert "\x1b" not in shown
     assert sorted(line.partition(",")[0] for line in shown.splitlines()) == ["one: 95/540 steps", "two: 95/540 steps"]

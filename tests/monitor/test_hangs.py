@@ -97,6 +97,21 @@ def test_an_attempt_that_lost_the_worker_that_was_killed_ended_by_its_hang(clock
     assert hangs.end((0,)) == "", "another worker was lost before"
 
 
+def test_each_of_several_that_hang_is_told_so_where_the_others_go_on(clock: list[float]) -> None:
+    hangs, control = Hangs(LIMIT, 9, Console("job", True)), Kills()
+    hangs.watch(WORKERS)
+    clock[0] += LATE
+    for rank in range(2):
+        hangs.watchdog.take(Beat("a", rank, 3, LATE, READS, ""))
+    hangs.check(control)
+    assert control.ranks == [0, 1]
+    assert [hangs.end((rank,), survives=True) != "" for rank in (1, 1, 0)] == [True, False, True]
+    hang(hangs, clock, 4)
+    hangs.check(control)
+    hangs.watch(WORKERS)
+    assert hangs.end((1,), survives=True) == "", "a later attempt has lost another worker of that rank"
+
+
 def test_between_two_attempts_nobody_hangs(clock: list[float]) -> None:
     hangs, control = Hangs(LIMIT, 9, Console("job", True)), Kills()
     hang(hangs, clock, 3)

@@ -400,7 +400,7 @@ def test_survivors_stay_and_others_come_in_the_place_of_the_lost(
     assert there == stay if stay else there, "the survivors do not wait for others"
     wait_until(lambda: len(workers.serving.ready()) == 3)
     after = [one.place.pid for one in workers.serving.ready()]
-    assert [after[rank] == pid for rank, pid in enumerate(before)] == [rank not in killed for rank in range(3)]
+    assert after[: len(stay)] == stay and not {*after[len(stay) :]} & {*before}
     assert_close(model(inputs), module(inputs))
     assert sorted({one.rank for one in model.shapes}) == [0, 1, 2]
 

@@ -106,13 +106,14 @@ def test_a_killed_host_is_told_and_an_elastic_job_goes_on_without_it(tmp_path: P
 
 @places
 def test_a_killed_host_comes_again_while_the_run_waits_for_it(tmp_path: Path) -> None:
+    waits = {**SLOWLY, "on_lost_worker": "restart"}
     with hosts_in(tmp_path) as hosts:
         for rank in (0, 1):
-            hosts.start(rank, "run", job_in(tmp_path, **SLOWLY))
+            hosts.start(rank, "run", job_in(tmp_path, **waits))
         hosts.wait_for_steps(tmp_path / "run")
         hosts.processes[1].kill()
         hosts.wait_until_said(0, "went away")
-        hosts.start(1, "run", job_in(tmp_path, **SLOWLY))
+        hosts.start(1, "run", job_in(tmp_path, **waits))
         assert hosts.statuses() == [0, -signal.SIGKILL, 0], hosts.all_said()
     assert dp_ray.load(tmp_path / "run").restarts
     assert bits(tmp_path / "run") == undisturbed(tmp_path, **SLOWLY)

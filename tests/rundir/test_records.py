@@ -6,6 +6,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -278,7 +279,7 @@ def test_a_storage_that_fails_is_an_error_unless_the_file_only_informs(case: Cas
     folder = Storage(str(tmp_path))
     record.write(folder, case.value, case.name)
     failing = folder.guarded(lambda: None)
-    failing.fs = Failing(folder.fs, 0, OSError("the storage does not answer"))
+    failing.fs = Failing(folder.fs, 0, partial(OSError, "the storage does not answer"))
     if record.unreachable is FAIL:
         with pytest.raises(StorageError, match="does not answer"):
             record.write(failing, case.other, case.name)
@@ -298,9 +299,14 @@ class Killed(BaseException):
 
 
 class Failing:
-    """A file system, or a stream of it, that fails after so many calls; a write that fails does half of its work."""
+    """A file system, or a stream of it, that fails after so many calls; a write that fails does half of its work.
 
-    def __init__(self, inner: Any, after: int, error: BaseException, calls: list[str] | None = None) -> None:
+    Each error is a new one: it holds the frames, and with them the open files, of what it ended.
+    """
+
+    def __init__(
+        self, inner: Any, after: int, error: Callable[[], BaseException], calls: list[str] | None = None
+    ) -> None:
         self._inner = inner
         self._after = after
         self._error = error
@@ -316,7 +322,7 @@ class Failing:
             if len(self.calls) > self._after:
                 if name == "write" and len(self.calls) == self._after + 1:
                     inner(bytes(args[0])[: len(bytes(args[0])) // 2])
-                raise self._error
+                raise self._error()
             got = inner(*args, **keys)
             return Failing(got, self._after, self._error, self.calls) if "stream" in name else got
 
@@ -452,7 +458,9 @@ SCENES = {
 OF_MANY_CALLS = ("the shape reports", "the merged shape reports", "a table in parts", "the times of steps")
 
 
-def killed_at_each_point(scene: Scene, folder: Path, error: BaseException) -> Iterator[tuple[Storage, Any]]:
+def killed_at_each_point(
+    scene: Scene, folder: Path, error: Callable[[], BaseException]
+) -> Iterator[tuple[Storage, Any]]:
     """Run a scene once for each of its calls of the file system, which fails; yield the folder and its old look."""
     for after in range(1000):
         run = Storage(str(folder / str(after)))
@@ -476,12 +484,12 @@ def is_whole(look: Any, old: Any, new: Any) -> bool:
     return bool(look in (old, new))
 
 
-@pytest.mark.parametrize("error", [Killed(), OSError(28, "the disk is full")], ids=["killed", "full"])
+@pytest.mark.parametrize("error", [Killed, partial(OSError, 28, "the disk is full")], ids=["killed", "full"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in OF_MANY_CALLS else name for name in SCENES]
 )
 def test_a_write_that_ends_at_any_point_leaves_the_old_or_the_new(
-    name: str, error: BaseException, tmp_path: Path
+    name: str, error: Callable[[], BaseException], tmp_path: Path
 ) -> None:
     scene = SCENES[name]
     whole = Storage(str(tmp_path / "whole"))
@@ -527,7 +535,7 @@ def test_rows_that_a_storage_refused_are_written_with_the_next(tmp_path: Path) -
     run = Storage(str(tmp_path))
     table = PartTable(run, "part-{}.parquet", 4)
     table.add(rows(0, 5))
-    fs, run.fs = run.fs, Failing(run.fs, 0, OSError("no answer"))
+    fs, run.fs = run.fs, Failing(run.fs, 0, partial(OSError, "no answer"))
     with pytest.raises(StorageError, match="no answer"):
         table.write()
     assert table.num_new == 5

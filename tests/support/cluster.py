@@ -43,7 +43,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 90) -> None:
+def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 240) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         assert process.poll() is None, f"Ray ended with status {process.returncode}"

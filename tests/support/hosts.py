@@ -98,7 +98,7 @@ class Host:
     def wait_until_up(self) -> None:
         """Wait until its Ray node runs."""
         log = self.folder / f"host-{self.number}.log"
-        until = time.monotonic() + 90
+        until = time.monotonic() + 240
         while "Ray runtime started" not in log.read_text(errors="replace"):
             assert self.processes[-1].poll() is None, log.read_text(errors="replace")
             assert time.monotonic() < until, log.read_text(errors="replace")

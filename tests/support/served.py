@@ -13,7 +13,7 @@ from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.own import OF_PROCESS
-from dp_ray.cluster.serving_messages import LeaveGroup
+from dp_ray.cluster.serving_messages import LeaveView
 from dp_ray.engine.world import World, form_group, leave_group, show_alone
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.tasks.serve import Served
@@ -76,7 +76,7 @@ class GlooServing:
     def ready(self) -> list[Process]:
         """Return the members, each lost one replaced, in one group."""
         if self._has_changed:  # who is gone is known before others wait for it
-            self._answers(dict.fromkeys(self.members, LeaveGroup()))
+            self._answers(dict.fromkeys(self.members, LeaveView()))
         while len(self.members) < self.keys.max_workers:
             here, there = FORKED.Pipe()
             process = new_process(_serve, there)
@@ -139,7 +139,7 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             match asked:
-                case LeaveGroup():
+                case LeaveView():
                     leave_group()
                     pipe.send(None)
                 case Join():

@@ -284,7 +284,7 @@ class _Parent:
                 self.membership.break_up()
                 (self.plans / f"now-{self.membership.view.number}").touch()
                 if [one.name for one in self.membership.awaited()] == [member.name]:
-                    self.membership.exclude(member.name)
+                    self.membership.exclude([member.name])
             if now >= wakes and self.membership.is_gone(member.name):
                 os.kill(process.pid, signal.SIGCONT)
             if now >= wakes + SILENT and self.membership.is_gone(member.name):

@@ -75,8 +75,8 @@ class Sentences(Dataset[Any]):
         return tokens, targets
 
 
-def mlp(dropout: float = 0.0) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+def mlp(dropout: float = 0.0, width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 3))
 
 
 def conv() -> nn.Module:

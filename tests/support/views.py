@@ -2,24 +2,25 @@
 
 Each slot is a node of its own. A view's collectives are numbered: the first one levels the state, each later one is a
 step. A worker goes into a collective, and comes out of it once all members have gone into it; or it fails, since a
-member is gone.
+member is gone. Rank 0 writes the history's rows in pieces, by their first step and that after the last one: all hold
+the rows that no piece may hold yet.
 """
 
 import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from dp_ray.cluster.membership import Leave, Member, Membership, Phase
+from dp_ray.cluster.membership import Leave, Member, Membership, Phase, View
 from dp_ray.tasks.held import most_finished
 
 Event = tuple[str, int]
-FAULTS = ("kill", "silence", "come", "drain")
+FAULTS = ("kill", "silence", "come", "drain", "keep", "look")  # and that pieces are written, and rows dropped
 
 
 @dataclass
 class Worker:
     slot: int
-    state: str = "fresh"  # asking, in, leaving, ending, done, excluded
+    state: str = "fresh"  # asking, in, writing, leaving, ending, done, excluded
     is_dead: bool = False
     is_silent: bool = False
     is_told: bool = False  # its death, to the channel
@@ -29,6 +30,9 @@ class Worker:
     is_in: bool = False  # one
     level: int = -1  # its steps when it went into the first collective of its view
     steps: int = -1
+    rows: frozenset[int] = frozenset()  # the steps whose rows it holds
+    sent: frozenset[int] = frozenset()  # those when it went into the first collective of its view
+    unwritten: frozenset[int] = frozenset()  # those that it is to write, as rank 0
     ran: dict[int, int] = field(default_factory=dict)  # the view of each step that it has finished
 
 
@@ -52,6 +56,9 @@ class Model:
         self.views: dict[int, tuple[int, ...]] = {}  # the members, by their places in `workers`
         self.votes: set[tuple[int, int]] = set()  # the view and number of collectives with which all leave
         self.ended: set[tuple[int, int]] = set()  # the view and place of workers that have nothing left to do in it
+        self.pieces: frozenset[tuple[int, int]] = frozenset()  # of the history
+        self.writes = 0  # the newest view whose rank 0 writes
+        self.told: dict[int, str] = {}  # why members have left for good, by their places
 
     def copied(self) -> "Model":
         other = copy.copy(self)
@@ -62,6 +69,7 @@ class Model:
         for worker in other.workers:
             worker.ran = worker.ran.copy()
         other.views, other.votes, other.ended = self.views.copy(), self.votes.copy(), self.ended.copy()
+        other.told = self.told.copy()
         return other
 
     def key(self) -> Any:
@@ -70,8 +78,9 @@ class Model:
             (*(value for name, value in vars(worker).items() if name != "ran"), *sorted(worker.ran.items()))
             for worker in self.workers
         )
-        asking, gone = frozenset(known._asking), (frozenset(known._gone), known._drained)
-        return workers, known.phase, known.view.number, asking, gone, frozenset(self.votes), frozenset(self.ended)
+        asking, gone = frozenset(known._asking), (frozenset(known._gone), frozenset(known._drained))
+        ended = frozenset(self.votes), frozenset(self.ended), frozenset(self.told)
+        return workers, known.phase, known.view.number, asking, gone, self.pieces, self.writes, *ended
 
     # Events.
 
@@ -99,6 +108,10 @@ class Model:
                 continue
             if "silence" in faults and worker.state == "in":
                 found.append(("silence", number))
+            if worker.state == "in" and worker.out_of and not worker.is_in:
+                writes = number == self.views[worker.view][0]
+                found += [("keep", number)] if writes and "keep" in faults else []
+                found += [("look", number)] if not writes and "look" in faults else []
             found += [(kind, number) for kind in self._own(worker)]
         return found
 
@@ -107,6 +120,8 @@ class Model:
             return ["ask"]
         if worker.state == "asking":
             return []
+        if worker.state == "writing":
+            return ["write"]
         members = [self.workers[number] for number in self.views[worker.view]]
         must_leave = self.membership.asks(worker.view) is Leave.NOW
         if worker.state in ("leaving", "ending"):
@@ -134,9 +149,9 @@ class Model:
             worker.is_dead = True
         elif kind == "tell":
             worker.is_told = True
-            self.membership.lose([worker.slot])
+            self.membership.lose([worker.slot], "died")
         elif kind == "drain":
-            self.membership.drain([node(worker)])
+            self.membership.drain([node(worker)], "drained")
         elif kind == "come":
             worker.is_replaced = True
             self.workers.append(Worker(worker.slot))
@@ -144,15 +159,21 @@ class Model:
             worker.is_silent = kind == "silence"
         elif kind == "exclude":
             self.out |= {number}
-            self.membership.exclude(str(number))
+            self.membership.exclude([str(number)], "silent")
         elif kind == "go in":
             worker.is_in = True
             if worker.out_of == 0:
-                worker.level = worker.steps
+                worker.level, worker.sent = worker.steps, worker.rows
             elif self.membership.asks(worker.view) is Leave.AFTER_A_STEP:
                 self.votes.add((worker.view, worker.out_of))
+        elif kind in ("keep", "write"):
+            self._write(number, worker)
+        elif kind == "look":
+            worker.rows = self.dropped(worker)
         elif kind == "end":
             worker.state = "done"
+            if sorted(step for piece in self.pieces for step in range(*piece)) != list(range(self.steps)):
+                raise Broken("a step's row is missing in the history, or is there twice")
         elif kind == "come out":
             self._come_out(number, worker)
         else:  # asks for a view
@@ -166,12 +187,13 @@ class Model:
             worker.state = "excluded"
 
     def _settle(self) -> None:
-        before = self.membership.view
-        view = self.membership.settle()
+        before, view = self.membership.view, self.membership.settle()
+        if view is not None:
+            self.views[view.number] = tuple(int(member.name) for member in view.members)
+        self._tell(before)
         if view is None:
             return
-        members = tuple(int(member.name) for member in view.members)
-        self.views[view.number] = members
+        members = self.views[view.number]
         if before.members and (first := int(before.members[0].name)) in members and members[0] != first:
             raise Broken("rank 0 lives, and has another rank")
         if len(members) < self.membership.least and before.members:
@@ -183,12 +205,26 @@ class Model:
             if worker.state != "asking" and not worker.is_dead:
                 raise Broken("a worker is in a view, and has not left the one before")
             worker.state, worker.view, worker.out_of, worker.is_in = "in", view.number, 0, False
+        if set(self.views.get(before.number, ())) - set(members) - self.told.keys():
+            raise Broken("a member leaves, and nobody is told")
         for number, worker in enumerate(self.workers):
             if worker.state != "asking" or worker.is_dead or number in members:
                 continue
             worker.state = "excluded"
             if worker.steps > max(self.workers[one].steps for one in members):
                 raise Broken("a worker leaves for good with a step that no other one has finished")
+
+    def _tell(self, before: View) -> None:
+        """Take in which members of the view before are told to have left, each once."""
+        members = self.views.get(before.number, ())
+        for left in self.membership.take_left():
+            for rank in left.ranks:
+                number = members[rank]
+                if number in self.told:
+                    raise Broken("a member that leaves is told twice")
+                if left.is_planned and str(number) not in self.membership._gone:
+                    raise Broken("a member is told to have left that takes part")
+                self.told[number] = left.why
 
     def _come_out(self, number: int, worker: Worker) -> None:
         members = self.views[worker.view]
@@ -198,20 +234,59 @@ class Model:
             worker.steps = self.levelled(worker, max(0, told[source] if source is not None else 0))
             if worker.steps < max(told):
                 raise Broken("a worker goes on without a step that another one has finished")
+            if source is not None and worker.level < told[source]:
+                worker.rows = self.got(worker, self.workers[members[source]].sent)
+            if number == members[0]:
+                self.writes = worker.view
+                self.pieces = self.left(worker)
+                worker.unwritten = worker.rows = self.dropped(worker)
         else:
             for one in self.workers:
                 if self._counts(one) and worker.view != one.ran.get(worker.steps, worker.view):
                     raise Broken("a step runs again that a worker has finished which lives")
             worker.ran[worker.steps] = worker.view
+            if self.holds_rows(number == members[0]):
+                worker.rows |= {worker.steps}
+            worker.unwritten |= {worker.steps} if number == members[0] else set()
             worker.steps += 1
         if worker.steps >= self.steps:
-            worker.state = "ending"
+            worker.state = "writing" if number == members[0] else "ending"
         elif (worker.view, worker.out_of) in self.votes:
             worker.state = "leaving"
         if worker.state in ("ending", "leaving"):
             self.ended.add((worker.view, number))
         worker.out_of += 1
         worker.is_in = False
+
+    def _write(self, number: int, worker: Worker) -> None:
+        if worker.view < self.writes:  # it is refused
+            self._ask(number, worker, has_lost_peer=True)
+            return
+        if rows := worker.unwritten:
+            piece = min(rows), max(rows) + 1
+            assert rows == set(range(*piece))
+            self.pieces |= {piece}
+        worker.unwritten = frozenset()
+        if worker.state == "writing":
+            worker.state = "ending"
+            self.ended.add((worker.view, number))
+
+    def holds_rows(self, is_first: bool) -> bool:
+        """Return whether a worker holds the rows of the steps that it finishes."""
+        return True
+
+    def got(self, worker: Worker, sent: frozenset[int]) -> frozenset[int]:
+        """Return the rows of a worker that has got another one's state with these."""
+        return sent
+
+    def left(self, worker: Worker) -> frozenset[tuple[int, int]]:
+        """Return the pieces that are left where a worker becomes rank 0: those with later steps are removed."""
+        return frozenset(piece for piece in self.pieces if piece[1] <= worker.steps)
+
+    def dropped(self, worker: Worker) -> frozenset[int]:
+        """Return the rows of a worker that has dropped those in pieces: none that may be removed."""
+        end = max((end for _, end in self.pieces if end <= worker.steps), default=0)
+        return frozenset(step for step in worker.rows if step >= end)
 
     def levelled(self, worker: Worker, steps: int) -> int:
         """Return the steps of a worker that has got a state of so many."""

@@ -193,6 +193,29 @@ def test_a_dry_run_checks_and_shows_and_writes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_checks_a_mixture_without_building_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
+) -> None:
+    sources = {
+        "a": {"target": "torch.utils.data:TensorDataset"},
+        "b": {"target": "dp_ray.data:Csv", "args": {"paths": "none"}},
+    }
+    mix = {"target": "dp_ray.data:Mix", "args": {"sources": sources, "weights": {"a": 0.5, "b": 0.5}}}
+    job = tmp_path / "job.json"
+    keys = {"task": "predict", "model": "torch.nn:Identity", "batch_size": 2, "storage": str(tmp_path / "runs")}
+    job.write_text(json.dumps({**keys, "dataset": mix}))
+    line = ["sweep", str(job), "--dry-run", "--over"]
+    assert status_of(monkeypatch, *line, "batch_size=1,2") == 0
+    for over, says in {
+        "dataset.args.weights.a=0.5,0.7": "Mix: weights: must add up to 1, and add up to 1.2",
+        "dataset.args.stop=first,last": "Mix: stop: must be first, all",
+        "dataset.args.sources.b.args.path=a,b": "sources.b.args: dp_ray.data:Csv takes no 'path', but paths",
+    }.items():
+        capsys.readouterr()
+        assert status_of(monkeypatch, *line, over) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_a_trial_that_fails_fails_the_sweep_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -19,7 +20,8 @@ from dp_ray.engine.votes import StepControl, StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
-from dp_ray.rundir.checkpoint import CheckpointWriter
+from dp_ray.rundir.checkpoint import CheckpointWriter, steps_of
+from dp_ray.rundir.history import HISTORY, end_of_pieces, forget_from, write_piece
 from dp_ray.storage import Storage
 from dp_ray.tasks import checkpoints, evaluate, held, setup, train, views
 from dp_ray.tasks.task import run_task
@@ -131,6 +133,31 @@ def test_lost_at_each_step_in_each_part(tmp_path: Path, shards: int) -> None:
         with lost_in(part, step, control, call):
             run_to_its_end(job, folder, control)
         assert_same(folder, expected)
+
+
+def test_lost_in_the_evaluation_after_the_last_step_which_no_checkpoint_holds_yet(tmp_path: Path) -> None:
+    """The weights are as far as they will be; the checkpoint and the rows of the history are yet to be written."""
+    keys = {"checkpoint": {"every_steps": 4}}
+    run_task(job := job_of("conv", **{**KEYS, **keys}), World(), made_run(tmp_path / "undisturbed"), lambda _: None)
+    control = Knows()
+    with lost_in("evaluation", 9, control):
+        run_to_its_end(job, tmp_path / "run", control)
+    assert repr(history_of(tmp_path / "run")) == repr(history_of(tmp_path / "undisturbed"))
+    steps = [steps_of(Storage(str(tmp_path / name / "checkpoints"))) for name in ("run", "undisturbed")]
+    assert steps[0] == steps[1] == [8, 10]
+
+
+def test_a_piece_with_a_step_that_is_lost_is_removed_and_its_other_rows_are_held(tmp_path: Path) -> None:
+    """Rank 0 writes a step's row that no survivor has finished, and dies; one of them has looked at the pieces."""
+    folder = made_run(tmp_path).child(HISTORY)
+    folder.create()
+    for steps in ([0, 1], [2, 3, 4]):
+        write_piece(folder, pa.table({"step": steps}))
+    own = held.Held(rows=[(step, None, {}, 0.0, 0.0) for step in range(4)])  # type: ignore[misc]
+    own.look(Storage(str(tmp_path)))
+    assert [row[0] for row in own.rows] == [2, 3]
+    forget_from(folder, 4)
+    assert end_of_pieces(folder) == 2
 
 
 def test_nothing_is_read_or_built_again(tmp_path: Path) -> None:

@@ -809,7 +809,7 @@ def test_rows_that_are_set_aside_count_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 def test_on_ray_a_loop_gives_the_bits_of_this_process_through_a_kill(run_in_session: Run, tmp_path: Path) -> None:
-    """A worker that is killed has all start anew, from the last checkpoint; and the next job of the session runs."""
+    """Where a worker is killed, the others go on from the last checkpoint; and the next job of the session runs."""
     keys: dict[str, Any] = {**PPO, "checkpoint": {"every_steps": 2, "every_seconds": None}}
     here = run_in_session(**keys_of("ppo", **keys), workers=0, name="here")
     there = run_in_session(**keys_of("ppo", **keys), workers=2, name="there")

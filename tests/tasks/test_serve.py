@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import io
+import os
 import random
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from dp_ray.parallel import module as parallel
 from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.parallel.module import DataParallel
 from dp_ray.plan.order import derive_seed
-from dp_ray.tasks.wire import HeldBytes
+from dp_ray.tasks.wire import Forward, HeldBytes
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT
 from tests.support.served import Gloo, GlooServing
@@ -478,6 +479,73 @@ def test_a_worker_may_be_lost_once_it_has_run_its_shard_of_a_call(monkeypatch: p
         torch.testing.assert_close(output, module(inputs))
         assert module.weight.grad is not None
         assert module.weight.grad.tolist() == [[4.0, 4.0]] * 2
+
+
+class Noted(nn.Linear):
+    """Notes the process of each of its forwards."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__(2, 3)
+        self.notes = notes
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with self.notes.open("a") as notes:
+            notes.write(f"{os.getpid()} ")
+        return super().forward(inputs)
+
+
+def test_only_the_shards_whose_graphs_are_lost_run_again(tmp_path: Path) -> None:
+    notes, inputs = tmp_path / "notes", torch.randn(9, 2)
+    module, bare = Noted(notes), nn.Linear(2, 3)
+    bare.load_state_dict(module.state_dict())
+    with DataParallel(module, 3, quiet=True) as model:
+        outputs = model(inputs)
+        lost = served().members[1]
+        lost.kill()
+        with torch.no_grad():  # it finds the worker gone
+            torch.testing.assert_close(model(inputs), bare(inputs))
+        before = len(notes.read_text().split())
+        outputs.square().sum().backward()
+        ran = notes.read_text().split()[before:]
+        assert len(ran) == 1 and ran != [str(lost.place.pid)]
+    bare(inputs).square().sum().backward()
+    for name, parameter in bare.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
+
+
+@pytest.mark.parametrize("killed", [(1,), (0, 2), (0, 1, 2)])
+def test_newcomers_alone_are_sent_the_module(killed: tuple[int, ...]) -> None:
+    module, inputs = nn.Linear(2, 3), torch.randn(9, 2)
+    with DataParallel(module, 3, quiet=True) as model:
+
+        def call() -> tuple[set[int], set[tuple[int, ...]]]:
+            """Who got the module whole, and which of its tensors came to all."""
+            del served().told[:]
+            with torch.no_grad():
+                torch.testing.assert_close(model(inputs), module(inputs))
+            given = [pair for told in served().told for pair in told.items() if isinstance(pair[1], Forward)]
+            whole = {member.place.pid for member, message in given if message.sync.whole is not None}
+            return whole, {message.sync.changed for _, message in given}
+
+        def there() -> set[int]:
+            return {member.place.pid for member in served().members}
+
+        assert call() == (there(), {(0, 1)})
+        before, members = there(), list(served().members)
+        for rank in killed:
+            members[rank].kill()
+        whole, changed = call()
+        assert whole == there() - before and len(whole) == len(killed)
+        assert changed == {()} if len(killed) < 3 else {(), (0, 1)}
+        module.weight.data.add_(1.0)
+        assert call() == (set(), {(0,)})
+        before, members = there(), list(served().members)
+        for rank in killed:
+            members[rank].kill()
+        module.bias.data.add_(1.0)
+        whole, changed = call()
+        assert whole == there() - before and len(whole) == len(killed)
+        assert changed == ({(1,)} if len(killed) < 3 else {(1,), (0, 1)})
 
 
 @pytest.mark.parametrize("has_run", [False, True])

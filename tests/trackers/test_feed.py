@@ -73,8 +73,8 @@ class Fed:
 
     def __init__(self, tracker: FakeTracker, run: Storage, said: list[str] | None = None) -> None:
         self.run = run
-        theirs, self.ours = os.pipe()
-        self.stream = FileIO(theirs)
+        theirs, ours = os.pipe()
+        self.stream, self.ours = FileIO(theirs), FileIO(ours, "w")
         tell = (said if said is not None else []).append
         self.thread = threading.Thread(target=feeds.feed, args=("fake", run, tracker.connect, self.stream, tell))
         self.thread.start()
@@ -82,12 +82,12 @@ class Fed:
     def end(self, status: str = "done") -> None:
         metrics = {"loss": 0.5, "eval_outputs_digest": 1.0, "eval_right": None}
         RESULT_JSON.write(self.run, {"status": status, "metrics": metrics})
-        os.write(self.ours, feeds.ENDED)
+        self.ours.write(feeds.ENDED)
         self.thread.join(60)
         assert not self.thread.is_alive()
 
     def leave(self) -> None:
-        os.close(self.ours)
+        self.ours.close()
         self.thread.join(60)
         assert not self.thread.is_alive()
 
@@ -98,8 +98,7 @@ def made() -> Iterator[list[Fed]]:
     feeds: list[Fed] = []
     yield feeds
     for fed in feeds:
-        if fed.thread.is_alive():
-            fed.leave()
+        fed.leave()
         fed.stream.close()
 
 
@@ -125,6 +124,15 @@ def test_a_tracker_gets_each_row_once_and_the_end(run: Storage, fed: Any) -> Non
     assert (status, metrics["loss"]) == ("done", 0.5)
     assert metrics.keys() == {"loss", "eval_right"} and metrics["eval_right"] != metrics["eval_right"], "nan"
     assert TRACKED_JSON.read(run.child(TRACKERS), "fake.json") == TrackedRun("run-1", 30, "done")
+
+
+def test_a_process_with_many_open_files_is_fed_too(many_files: list[int], run: Storage, fed: Any) -> None:
+    tracker = FakeTracker()
+    feed = fed(tracker, run)
+    assert feed.stream.fileno() >= 1024
+    in_files(run, 0, 5)
+    feed.end()
+    assert tracker.rows == rows(0, 5)
 
 
 def test_a_tracker_that_is_down_for_a_while_misses_nothing(run: Storage, fed: Any) -> None:

@@ -37,7 +37,9 @@ def wait_until_asked(given: dict[str, str], command: list[str], raylet: int) -> 
     with socket.create_server(address, family=family) as listener:  # it sets SO_REUSEADDR, for the agent to bind too
         port = listener.getsockname()[1]
         write_port(given, ENVIRONMENTS, port)
-        while not select.select([listener], [], [], LOOK_SECONDS)[0]:
+        waiting = select.poll()  # select() takes no file number above 1,023, and a raylet may pass on many files
+        waiting.register(listener, select.POLLIN)
+        while not waiting.poll(1000 * LOOK_SECONDS):
             if os.getppid() != raylet:
                 return
         listener.accept()[0].close()

@@ -227,26 +227,25 @@ class OwnController(TrainController):  # type: ignore[misc]
 
     def _execute_failure_decision(self, failure_decision: Any, training_failed_error: Any, **keys: Any) -> Any:
         self._manages_replica_groups = False
-        if failure_decision not in _WITH_SURVIVORS:
+        if failure_decision is not Restart.REPLACE:
             return super()._execute_failure_decision(failure_decision, training_failed_error, **keys)
         group = self._worker_group
         status = group and group.get_latest_poll_status()
-        instead = _WITH_SURVIVORS[failure_decision]
+        instead = FailureDecision.RETRY
         if status and status.failing_replica_group_indices != status.all_replica_group_indices:
             if not status.finished:
-                state = self._state_after_loss(failure_decision, group, status)
+                state = self._state_after_loss(group, status)
                 return self._result(state, training_failed_error)
             instead = FailureDecision.RAISE  # the others have left, and nobody waits for those that failed
         return super()._execute_failure_decision(instead, training_failed_error, **keys)
 
-    def _state_after_loss(self, decision: Restart, group: Any, status: Any) -> Any:
+    def _state_after_loss(self, group: Any, status: Any) -> Any:
         """Replace those failed workers that there is room for now; else go on, and look at the cluster."""
-        if decision is Restart.REPLACE:
-            self._to_replace = self._failure_policy.with_room(self._places(group, status.errors))
-            if self._to_replace:
-                self._manages_replica_groups = True
-                each = group.get_worker_group_context().resources_per_worker
-                return SchedulingState(ResizeDecision(num_workers=len(group), resources_per_worker=each))
+        self._to_replace = self._failure_policy.with_room(self._places(group, status.errors))
+        if self._to_replace:
+            self._manages_replica_groups = True
+            each = group.get_worker_group_context().resources_per_worker
+            return SchedulingState(ResizeDecision(num_workers=len(group), resources_per_worker=each))
         # Ray Train does not ask it while some have failed.
         self._scaling_policy.make_decision_for_running_worker_group(group.get_worker_group_state(), status)
         return RunningState()
@@ -290,7 +289,6 @@ class OwnController(TrainController):  # type: ignore[misc]
         super()._start_worker_group(**given)
 
 
-_WITH_SURVIVORS = {Restart.REPLACE: FailureDecision.RETRY, Restart.LEAVE: FailureDecision.RAISE}  # else
 _DECISIONS = {
     Restart.RESTART: FailureDecision.RETRY,
     Restart.GIVE_UP: FailureDecision.RAISE,
