@@ -74,7 +74,7 @@ PICTURES = {
         "dp-ray watch runs/digits --plain",
         100,
         "a run is watched from another terminal",
-        beside='dp-ray run jobs/digits.yaml --workers 2 --inject "kill worker 1 at step 60"',
+        beside="dp-ray run jobs/digits.yaml --workers 0 --set max_steps=40",
     ),
 }
 
