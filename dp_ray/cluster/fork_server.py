@@ -89,8 +89,8 @@ def fork_for_each(listener: socket.socket, until: TextIO, most: int | None = Non
     """Fork a worker for each request, `most` in all. In a worker return the request, else None once `until` ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     waiting = select.poll()  # select() takes no file number above 1,023: the listener has that of a driver's file
-    for file in (listener, until):
-        waiting.register(file, select.POLLIN)
+    for stream in (listener, until):
+        waiting.register(stream, select.POLLIN)
     while most != 0:
         if until.fileno() in dict(waiting.poll()):
             return None
