@@ -32,7 +32,10 @@ _TEXT = re.compile(r'<text (?=[^>]*clip-path="url\(#[\w-]+-line-(\d+)\)")')
 
 
 class Picture(NamedTuple):
-    """A command in a terminal of so many columns, after the commands `before` it, and the lines that it shows."""
+    """A command in a terminal of so many columns, after the commands `before` it, and the lines that it shows.
+
+    The command `beside` runs at the same time, in another terminal.
+    """
 
     command: str
     columns: int
@@ -41,6 +44,7 @@ class Picture(NamedTuple):
     is_recorded: bool = False
     most_lines: int = 40
     before: tuple[str, ...] = ()
+    beside: str = ""
 
 
 PICTURES = {
@@ -66,6 +70,12 @@ PICTURES = {
         shows_stderr=True,
         is_recorded=True,
     ),
+    "watch": Picture(
+        "dp-ray watch runs/digits --plain",
+        100,
+        "a run is watched from another terminal",
+        beside="dp-ray run jobs/digits.yaml --workers 0 --set max_steps=40",
+    ),
 }
 
 
@@ -89,12 +99,14 @@ def said(picture: Picture) -> list[Line]:
     """Run the picture's command in a folder of its own, and return what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(HERE.parent / "jobs", Path(folder) / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
-        *before, command = (
-            [sys.executable, "-m", "dp_ray", *shlex.split(line)[1:]] for line in (*picture.before, picture.command)
+        *before, beside, command = (
+            [sys.executable, "-m", "dp_ray", *shlex.split(line)[1:]]
+            for line in (*picture.before, picture.beside, picture.command)
         )
         other = subprocess.DEVNULL
         for line in before:
             subprocess.run(line, cwd=folder, check=True, stdout=other, stderr=other)
+        another = subprocess.Popen(beside, cwd=folder, stdout=other, stderr=other) if picture.beside else None
         streams = (other, subprocess.PIPE) if picture.shows_stderr else (subprocess.PIPE, other)
         process = subprocess.Popen(command, cwd=folder, stdout=streams[0], stderr=streams[1], text=True)
         began, lines = time.monotonic(), list[Line]()
@@ -102,6 +114,8 @@ def said(picture: Picture) -> list[Line]:
             lines.append(Line(text.rstrip("\n").expandtabs(4), time.monotonic() - began))
         if process.wait() != 0:
             raise SystemExit(f"{picture.command}: exit status {process.returncode}")
+        if another is not None and another.wait() != 0:
+            raise SystemExit(f"{picture.beside}: exit status {another.returncode}")
     return [line for line in lines if not NOISE.search(line.text)][: picture.most_lines]
 
 

@@ -4,13 +4,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import dp_ray
 from dp_ray.job.files import load_job
-from jobs import gpt
+from jobs import gpt, table, webdataset
+from jobs.augmented import Moved
+from jobs.bad_records import Damaged
 from jobs.characters import LETTERS, Characters, Gpt, of_run, written
+from jobs.digits import Digits, Net
 from jobs.loops.gan import NOISE, Gan
 from jobs.simclr import Encoder, by_plain_torch, found
 from tests.support.cluster import ROOT
@@ -165,3 +169,74 @@ def test_the_walker_learns_to_go_to_the_middle(tmp_path: Path) -> None:
 def test_lbfgs_finds_the_curve_through_the_noise(tmp_path: Path) -> None:
     losses = [row["loss"] for row in trained_here(tmp_path, "lbfgs", epochs=12).history]
     assert losses[-1] < 0.01 < 0.3 < losses[0]
+
+
+def small_run(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
+    return dp_ray.run(ROOT / "jobs" / f"{name}.yaml", workers=0, storage=str(folder), quiet=True, **keys)
+
+
+@pytest.mark.slow
+def test_digits_are_augmented_anew_and_alike_on_any_workers(tmp_path: Path) -> None:
+    data, plain = Moved(), Digits("train")
+    assert len({str(data[5][0]) for _ in range(20)}) == 20 and data[5][1] == plain[5][1]
+    still = Moved(noise=0.0)
+    places = {str(image) for image in (still[5][0] for _ in range(100))}
+    assert len(places) == 9 and str(plain[5][0]) in places, "nine directions, of which one moves nothing"
+    for workers in (1, 2):
+        run_group(job_of_file("augmented.yaml", workers=workers, max_steps=3), tmp_path / str(workers))
+    alone, shared = (weights_of(tmp_path / str(workers)) for workers in (1, 2))
+    assert all(torch.equal(tensor, shared[name]) for name, tensor in alone.items())
+
+
+@pytest.mark.slow
+def test_the_table_is_learned_from_its_files(tmp_path: Path) -> None:
+    table.write(tmp_path / "data")
+    paths = {split: str(tmp_path / "data" / f"patients-{split}.csv") for split in ("train", "test")}
+    keys: dict[str, Any] = {"dataset.args.paths": paths["train"], "eval.dataset.args.paths": paths["test"]}
+    keys |= {"workers": 0, "storage": str(tmp_path), "epochs": 8}
+    result = dp_ray.run(load_job(ROOT / "jobs" / "table.yaml", keys))
+    progressions = [float(line.split(",")[-1]) for line in Path(paths["test"]).read_text().split()[1:]]
+    mean = sum(progressions) / len(progressions)
+    guess = sum(abs(value - mean) for value in progressions) / len(progressions)
+    assert (result.rows, len(progressions)) == (353, 89)
+    assert result.metrics["eval_error"] < 0.8 * guess, "of someone who tells the mean of all"
+
+
+@pytest.mark.slow
+def test_the_shards_of_webdataset_hold_the_digits(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="needs the package pillow: pip install 'dp-ray[images]'")
+    webdataset.write(tmp_path / "data")
+    shards = str(tmp_path / "data" / "digits-{}-*.tar")
+    data, digits = dp_ray.data.WebDataset(shards.format("train"), columns=["png", "cls"]), Digits("train")
+    assert len(data) == len(digits) == 1437
+    for number in (0, 700, 1436):
+        image = data[number]["png"].float() / 255
+        assert torch.allclose(image, digits[number][0].expand(3, 8, 8), atol=1 / 255)
+        assert data[number]["cls"] == digits[number][1]
+    keys = {"dataset.args.paths": shards.format("train"), "eval.dataset.args.paths": shards.format("test")}
+    job = load_job(ROOT / "jobs" / "webdataset.yaml", {**keys, "workers": 0, "storage": str(tmp_path), "epochs": 1})
+    assert dp_ray.run(job).metrics["eval_accuracy"] > 0.7
+
+
+@pytest.mark.slow
+def test_damaged_digits_are_set_aside_and_the_others_train(tmp_path: Path) -> None:
+    result = small_run(tmp_path, "bad_records", epochs=1)
+    set_aside = pq.read_table(f"{result.run_dir}/quarantine.parquet")
+    bad = {number for number in range(len(Damaged())) if number % 200 in (7, 99)}
+    assert set(set_aside.column("sample_index").to_pylist()) == bad
+    assert result.quarantined == len(bad) == 15 and math.isfinite(result.metrics["eval_loss"])
+
+
+def test_the_embeddings_are_the_last_inputs_of_the_net(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net(16).eval()
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    result = small_run(tmp_path, "embeddings", init_from=str(tmp_path / "net.pt"))
+    with torch.no_grad():
+        embeddings = net.layers[:-1](Digits().images)
+        guesses = net.layers[-1](embeddings).argmax(1)
+    assert torch.allclose(result.outputs["embedding"].float(), embeddings, atol=2e-3)
+    assert torch.equal(result.outputs["guess"], guesses)
+    rows = pq.read_table(f"{result.run_dir}/outputs")
+    assert rows.column("id")[3].as_py() == "digit-0003"
+    assert rows.column("label").to_pylist() == Digits().labels.tolist()
