@@ -152,7 +152,12 @@ def _trainer(folder: Path) -> Callable[[], Any]:
     from transformers import Trainer, TrainingArguments
 
     def trainer(ends: bool, **more: Any) -> Any:
-        keys = {"per_device_train_batch_size": BATCH, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+        keys: dict[str, Any] = {
+            "per_device_train_batch_size": BATCH,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
         given = TrainingArguments(str(folder), **keys, **more)
         return Trainer(One(ends), given, lambda items: {"rows": torch.stack(items)}, Numbers(ROWS))
 

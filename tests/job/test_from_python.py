@@ -254,7 +254,7 @@ def in_a_script() -> Any:
         (in_a_script(), "__main__:Net"),
         (type("Accuracy", (), {"__module__": __name__, "__qualname__": "accuracy"}), f"{__name__}:accuracy"),
         (Net(5).double, "torch.nn.modules.module:Module.double"),
-        (functools.partial(accuracy, 1), "functools:partial"),
+        (functools.partial(accuracy, torch.ones(1)), "functools:partial"),
         (type("Odd", (), {"__module__": "no such module"}), "no such module:Odd"),
     ],
     ids=["a lambda", "of a script", "hidden by another", "a method of an object", "a partial", "of no module"],
