@@ -143,15 +143,14 @@ class Evaluation:
     ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
         """Yield each shard with rows of the steps of `work`, and the end of each step; at last the measurements.
 
-        Of a dataset that is a `mixture`, these have the loss of each source, if there are losses of rows.
-        The model is in eval mode until the generator ends or is closed. Every rank calls this, and takes all of it.
-        Raises DataError if all samples were set aside. The first evaluation raises JobError if a metric of
-        torchmetrics depends on how its rows are cut into updates.
+        Of a `mixture` these have the loss of each source, if rows have losses. The model is in eval mode until the
+        generator ends or is closed. Every rank calls this, and takes all of it. Raises DataError if all samples
+        were set aside. The first evaluation raises JobError if a metric of torchmetrics depends on how its rows are
+        cut into updates.
         """
-        # A row for each shard, so that the order of additions does not depend on the workers. The last column
-        # counts rows.
-        sources = mixture.names if mixture is not None and self._has_loss else ()
-        names = [*self._names, *(f"{LOSS_OF}{source}" for source in sources)]
+        # A row for each shard: the order of additions does not depend on the workers. The last column counts rows.
+        mixture = mixture if self._has_loss else None
+        names = [*self._names, *(f"{LOSS_OF}{source}" for source in (mixture.names if mixture else ()))]
         sums = torch.zeros(work.split.shards, 2 * len(names) + 1, dtype=torch.float64, device=self.device)
         states: dict[int, dict[str, Any]] = {}
         if work.split.shards * work.split.total_steps == 1:
@@ -182,11 +181,8 @@ class Evaluation:
                         replica.raise_advised(error, shard, self.job, self._size_key)
                     if row is not None:
                         sums[shard.shard, self._of_shards] += row
-                    if mixture is not None and sources:
-                        by_source = self.measures.by_source(mixture, shard, step_output)
-                        sums[shard.shard, 2 * len(self._names) : -1] += as_tensor(
-                            row_of(by_source, self.device), self.device
-                        )
+                    if mixture is not None:
+                        sums[shard.shard, 2 * len(self._names) : -1] += self._by_source(mixture, shard, step_output)
                     if is_tried:
                         replica.restore()  # its errors are no trial's
                         run = partial(replica.run, shard, self._output, model)
@@ -202,6 +198,9 @@ class Evaluation:
             measured = self._measured(names, sums, states)
         self.forwards.end()
         yield measured
+
+    def _by_source(self, mixture: Mixture, shard: Shard, step_output: StepOutput) -> torch.Tensor:
+        return as_tensor(row_of(self.measures.by_source(mixture, shard, step_output), self.device), self.device)
 
     @torch.no_grad()
     def _measured(self, names: Sequence[str], sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> Evaluated:
