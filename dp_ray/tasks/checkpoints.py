@@ -117,11 +117,12 @@ class Checkpointer(PieceKeeper):
         self._times = training.times
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
-        extra = ["epoch_loss", *job.eval_names]
+        extra, kept = ["epoch_loss", *job.eval_names], train_state.finished
+        if context.held is not None and context.held.running is train_state:
+            # A checkpoint of a step that only a lost worker has finished keeps its rows: a restart may read it.
+            kept = max(kept, *steps_of(run.child(CHECKPOINTS)), 0)
         pieces, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
-        self._history = History(
-            pieces, split, trainer.measured, extra, train_state.finished, context.send, mixture=mixture
-        )
+        self._history = History(pieces, split, trainer.measured, extra, kept, context.send, mixture=mixture)
         if context.held is not None:
             context.held.look(run)
             self._history.take_in(context.held.rows)
