@@ -88,10 +88,11 @@ def begin(run: Storage, attempt: str) -> Ledger:
     Parts without a cut are none of this version's; their steps run again. What an earlier attempt is still writing
     gets no name any more: its worker finds this ledger before it names a file, or finds the unfinished file removed.
     """
+    earlier = read(run).attempt
     names = [name for name in committed(run) if not ENDED_NAME.fullmatch(name)]
     ledger = Ledger(attempt, names if files_in(names) else [])
     LEDGER_JSON.write(run, ledger)
-    for folder in WRITTEN:
+    for folder in WRITTEN if earlier else ():
         run.child(folder).remove_unfinished()
     return ledger
 
