@@ -38,7 +38,6 @@ from dp_ray.outputs import parts as outputs
 from dp_ray.outputs.files import (
     FILE_JSON,
     MANIFEST,
-    OUTPUTS,
     FileMerge,
     RowProof,
     drop_lost,
@@ -49,7 +48,7 @@ from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, FilePlan, Frontier, Range, Shard, Split, Work, num_files
 from dp_ray.rundir import ledger
-from dp_ray.rundir.ledger import FILES, PARTS, Ledger
+from dp_ray.rundir.ledger import FILES, OUTPUTS, PARTS, Ledger
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import models

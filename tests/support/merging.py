@@ -4,12 +4,12 @@ from pathlib import Path
 
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
-from dp_ray.outputs.files import OUTPUTS, prove_outputs
+from dp_ray.outputs.files import prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Split
 from dp_ray.rundir import ledger
-from dp_ray.rundir.ledger import FILES, PARTS
+from dp_ray.rundir.ledger import FILES, OUTPUTS, PARTS
 from dp_ray.storage import Storage
 from tests.support.builders import file_merge_of
 
