@@ -148,8 +148,11 @@ class Channel:
         """Take in a message about job `number`, 0: about any; the answer is what the workers are asked to do now.
 
         Workers of a job that was given up may send until they are ended; what they send is dropped. A beat has the
-        number of the `view` of its worker, the worker's `name`, and the `step` that it runs.
+        number of the `view` of its worker, the worker's `name`, and the `step` that it runs. Of a message with a name
+        alone, as rows of the history are, what is sent once its worker is lost or excluded is dropped.
         """
+        if name and not view and self._membership is not None and self._membership.is_gone(name):
+            return Ask.END
         if number in (0, self._terms.number, self._served):
             self._messages.append(message)
             self._arrived.set()
@@ -526,9 +529,12 @@ def encoded(message: Any) -> bytes:
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def send(channel: Any, message: Any, number: int = 0, wait: bool = True) -> None:
-    """Send a message about job `number`, 0: about any; with `wait`, return only once it has arrived."""
-    sent = channel.put.remote(encoded(message), number)
+def send(channel: Any, message: Any, number: int = 0, wait: bool = True, name: str = "") -> None:
+    """Send a message about job `number`, 0: about any; with `wait`, return only once it has arrived.
+
+    With the `name` of a worker it is dropped once that one is lost or excluded.
+    """
+    sent = channel.put.remote(encoded(message), number, name=name)
     if wait:
         ray.get(sent)
 

@@ -210,7 +210,12 @@ def run_assigned(
                 world,
                 run,
                 # The loop waits for no row of the history: messages of a worker arrive in order.
-                lambda message: send(channel, message, worker.number, wait=not isinstance(message, Logged)),
+                # Those of a worker that was left out would be taken for newer ones: the others have sent them again.
+                lambda message: (
+                    send(channel, message, worker.number, wait=False, name=worker.name)
+                    if isinstance(message, Logged)
+                    else send(channel, message, worker.number)
+                ),
                 heartbeat,
                 assigned.rows,
                 held,

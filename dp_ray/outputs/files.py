@@ -28,14 +28,13 @@ from dp_ray.plan.order import EpochOrder
 from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
 from dp_ray.records import Record, damage_told
 from dp_ray.rundir import ledger
-from dp_ray.rundir.ledger import FILES, PART_NAME, PARTS, Ledger, check_newest, fenced, range_of, record_name
+from dp_ray.rundir.ledger import FILES, OUTPUTS, PART_NAME, PARTS, Ledger, check_newest, fenced, range_of, record_name
 from dp_ray.storage import Storage, UnfinishedFile
 from dp_ray.tables import numbers, plain_values
 
 HELD_BYTES = 16 << 20  # of one leaf of one step; more of it is held on the local disk
 PIECE = 1 << 20
 GROUP_BYTES = 8 << 20
-OUTPUTS = "outputs"  # the folder of the files
 MANIFEST = "outputs_manifest.json"  # beside the folder, which polars cannot read if it holds any other file
 EARLIER_MANIFEST = "outputs/manifest.json"
 MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder

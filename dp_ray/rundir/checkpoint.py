@@ -145,7 +145,6 @@ class CheckpointWriter:
         if sharers is not None and sharers.rank == 0:
             for folder in (checkpoints, checkpoints.child(PIECES)):
                 folder.create()
-            checkpoints.child(PIECES).remove_unfinished()
         self._staged: dict[str, torch.Tensor] = {}
         self._pinned = PinnedMemory()
         self._without_pauses = threading.Event()  # the loop waits for the memory, or does without it
@@ -266,6 +265,7 @@ class CheckpointWriter:
         """Remove what is not to be kept, after the checkpoint of `step` is written."""
         passed_over, self._passed_over = self._passed_over - {step}, set()
         good = [step for step in steps_of(self._checkpoints) if step not in passed_over]
+        self._checkpoints.before_commit()  # after the look: those of a newer attempt are not among them
         for old in {*passed_over, *good[: -self._keep]} - {best_step}:
             self._checkpoints.delete(checkpoint_name(old))
         # Older pieces without a checkpoint are those of a killed attempt.

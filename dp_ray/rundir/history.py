@@ -46,9 +46,11 @@ def is_inner(name: str) -> bool:
 
 def forget_from(folder: Storage, step: int) -> None:
     """Remove the pieces with `step` or later steps, which an earlier attempt wrote and which are run again."""
-    for name, (_, end) in folder.numbered(SEGMENT).items():
-        if end > step:
-            folder.delete(name)
+    later = [name for name, (_, end) in folder.numbered(SEGMENT).items() if end > step]
+    if later:
+        folder.before_commit()  # after the look: those of a newer attempt are not among them
+    for name in later:
+        folder.delete(name)
 
 
 def write_piece(folder: Storage, rows: pa.Table) -> None:

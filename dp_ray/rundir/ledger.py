@@ -17,12 +17,16 @@ from dp_ray.engine.world import broadcast, is_rank_0
 from dp_ray.errors import StorageError
 from dp_ray.plan.split import Range
 from dp_ray.records import Record
-from dp_ray.rundir.files import read_or_advise
+from dp_ray.rundir.checkpoint import PIECES
+from dp_ray.rundir.files import CHECKPOINTS, read_or_advise
+from dp_ray.rundir.history import HISTORY
 from dp_ray.storage import Storage
 
 LEDGER = "attempt.json"
 PARTS = "parts"
 FILES = "files"
+OUTPUTS = "outputs"  # the folder of the files
+WRITTEN = (PARTS, FILES, OUTPUTS, HISTORY, CHECKPOINTS, f"{CHECKPOINTS}/{PIECES}")  # by workers
 _OF = r"(?:-(?P<attempt>[0-9a-f]{32}))?"
 _RANGE = r"steps-(?P<step>\d+)-(?P<end>\d+)-shards-(?P<shard>\d+)-(?P<end_shard>\d+)"
 PART_NAME = re.compile(rf"{_RANGE}{_OF}\.arrow")
@@ -81,11 +85,14 @@ def _of(name: str, attempt: str) -> str:
 def begin(run: Storage, attempt: str) -> Ledger:
     """Write the ledger of a new attempt, with the files that count so far.
 
-    Parts without a cut are none of this version's; their steps run again.
+    Parts without a cut are none of this version's; their steps run again. What an earlier attempt is still writing
+    gets no name any more: its worker finds this ledger before it names a file, or finds the unfinished file removed.
     """
     names = [name for name in committed(run) if not ENDED_NAME.fullmatch(name)]
     ledger = Ledger(attempt, names if files_in(names) else [])
     LEDGER_JSON.write(run, ledger)
+    for folder in WRITTEN:
+        run.child(folder).remove_unfinished()
     return ledger
 
 
@@ -147,7 +154,10 @@ def check_newest(run: Storage, attempt: str) -> None:
 
 
 def fenced(run: Storage, attempt: str) -> Storage:
-    """Return the run directory, in which no file gets its name once a newer attempt has begun."""
+    """Return the run directory, in whose `WRITTEN` folders no file gets its name once a newer attempt has begun.
+
+    In an object store a file that is being named at that moment may still get it.
+    """
     before = run.before_commit
 
     def check() -> None:

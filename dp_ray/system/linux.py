@@ -91,11 +91,17 @@ def cut_sockets(sockets: Mapping[int, int]) -> None:
     lose a message that it cannot send, and wait for it. Any thread may call this.
     """
     for descriptor, number in sockets.items():
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            # By now the descriptor may be that of another socket.
-            if os.fstat(connection.fileno()).st_ino == number and connection.family != socket.AF_UNIX:
-                connection.getpeername()  # raises OSError for one that listens
-                connection.shutdown(socket.SHUT_RD)
+        with suppress(OSError):
+            copy = os.dup(descriptor)
+            # By now the descriptor may be that of another socket, or of a file.
+            status = os.fstat(copy)
+            if not stat.S_ISSOCK(status.st_mode) or status.st_ino != number:
+                os.close(copy)
+                continue
+            with socket.socket(fileno=copy) as connection:
+                if connection.family != socket.AF_UNIX:
+                    connection.getpeername()  # raises OSError for one that listens
+                    connection.shutdown(socket.SHUT_RD)
 
 
 def processor() -> str:

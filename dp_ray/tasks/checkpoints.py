@@ -35,7 +35,7 @@ from dp_ray.plan.split import Split
 from dp_ray.rundir.checkpoint import CHECKPOINTS, Checkpoint, CheckpointWriter, newest, pack, steps_of
 from dp_ray.rundir.files import replacing
 from dp_ray.rundir.history import HISTORY, write_piece
-from dp_ray.rundir.ledger import check_newest
+from dp_ray.rundir.ledger import fenced
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
 from dp_ray.rundir.weights import BEST, EMA, tensors_of_files, write_best, write_weights
 from dp_ray.tasks.setup import Context
@@ -112,17 +112,17 @@ class Checkpointer(PieceKeeper):
     def __init__(self, training: Training, writer: CheckpointWriter, before: Callable[[], None]) -> None:
         super().__init__(training, writer, before)
         context, split, trainer, train_state = training.context, training.split, training.trainer, training.state
-        job, run = context.job, context.run
+        job, run = context.job, fenced(context.run, context.attempt)
         self._training = training
         self._times = training.times
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
-            run.child(folder).remove_unfinished()
-        extra = ["epoch_loss", *job.eval_names]
+        extra, kept = ["epoch_loss", *job.eval_names], train_state.finished
+        if context.held is not None and context.held.running is train_state:
+            # A checkpoint of a step that only a lost worker has finished keeps its rows: a restart may read it.
+            kept = max(kept, *steps_of(run.child(CHECKPOINTS)), 0)
         pieces, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
-        self._history = History(
-            pieces, split, trainer.measured, extra, train_state.finished, context.send, mixture=mixture
-        )
+        self._history = History(pieces, split, trainer.measured, extra, kept, context.send, mixture=mixture)
         if context.held is not None:
             context.held.look(run)
             self._history.take_in(context.held.rows)
@@ -161,7 +161,7 @@ class Checkpointer(PieceKeeper):
         """Save a checkpoint of the current state."""
         before_save = self._times.clock.enter(Part.CHECKPOINT)
         with self._pace.saving():
-            training, train_state = self._training, self._train_state
+            train_state = self._train_state
             # The optimizer's groups may have grown.
             own = {"parameters": self._trainer.optimizer_step.names, "running": train_state.to_json()}
             about = {**self._about, **own}
@@ -170,10 +170,9 @@ class Checkpointer(PieceKeeper):
 
             def before_commit() -> None:
                 """Write, in the writer's thread, the files that must exist before the checkpoint counts."""
-                # First: where a later attempt has begun, this one must write nothing more. A crash after the piece
-                # leaves rows without a checkpoint, which the next attempt deletes: it runs their steps again.
-                check_newest(training.context.run, training.context.attempt)
-                write_piece(training.context.run.child(HISTORY), rows)
+                # A crash after the piece leaves rows without a checkpoint, which the next attempt deletes: it runs
+                # their steps again.
+                write_piece(self._history.folder, rows)
                 self._before()
 
             self._writer.save(train_state.step, about, state, train_state.best_step, before_commit)
@@ -218,7 +217,7 @@ def checkpointing(training: Training, before: Callable[[], None]) -> Iterator[Pi
     if rank != 0 and sharers is None:
         yield None
         return
-    checkpoints = training.context.run.child(CHECKPOINTS)
+    checkpoints = fenced(training.context.run, training.context.attempt).child(CHECKPOINTS)
     passed_over = [step for step in steps_of(checkpoints) if step > training.state.step]
     writer = CheckpointWriter(checkpoints, training.context.job.checkpoint.keep, passed_over, sharers)
     kind = PieceKeeper if rank != 0 else Checkpointer
@@ -434,12 +433,12 @@ def keep_weights(training: Training) -> None:
             for part in (*tensors_of_files(tensors), average):
                 attend_writing(part)
             return
-        check_newest(context.run, context.attempt)
-        write_weights(context.run, tensors, whole=on_rank_0)
+        run = fenced(context.run, context.attempt)
+        write_weights(run, tensors, whole=on_rank_0)
         if context.job.ema is not None:
             text = json.dumps({"decay": context.job.ema.decay, "step": training.state.step})
-            write_tensors(context.run, EMA, average, text, whole=on_rank_0)
-        _keep_best(context, training.state)
+            write_tensors(run, EMA, average, text, whole=on_rank_0)
+        _keep_best(dataclasses.replace(context, run=run), training.state)
 
 
 def _keep_best(context: Context, state: TrainState) -> None:
@@ -448,6 +447,7 @@ def _keep_best(context: Context, state: TrainState) -> None:
     They are those that were evaluated: the average, if the job says so.
     """
     job, run = context.job, context.run
+    run.before_commit()
     # An earlier file is not the best any more. A crash after this leaves none until the run is resumed.
     run.delete(BEST)
     if state.best is None or state.best_step is None:

@@ -16,13 +16,13 @@ from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
 from dp_ray.job.samples import order_of
 from dp_ray.messages import FlopsCounted, Note
-from dp_ray.outputs.files import OUTPUTS, AttemptOutputs, drop_lost
+from dp_ray.outputs.files import AttemptOutputs, drop_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
 from dp_ray.outputs.previews import ROWS, Previews
 from dp_ray.plan.split import Done, Shard, Work
 from dp_ray.rundir import ledger
-from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
+from dp_ray.rundir.ledger import FILES, OUTPUTS, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import QUARANTINE, RecordFiles
 from dp_ray.storage import Storage
 from dp_ray.tasks.loop import Run, shards_of_step, times_of

@@ -27,7 +27,7 @@ from dp_ray.engine.world import World
 from dp_ray.messages import Logged, TimedSteps
 from dp_ray.plan.mixture import LOSS_OF, ROWS_OF, Mixture
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import CLOCKED, forget_from
+from dp_ray.rundir.history import CLOCKED, end_of_pieces, forget_from
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tables import PartTable, array_of, array_of_named, numbers, read_table, table_of_rows
@@ -431,6 +431,7 @@ class History:
     """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint.
 
     From a GPU they come while the training goes on, and are sent the next time. Only a checkpoint waits for them.
+    Pieces that end at `step` or before are kept.
     Of a `mixture`, each row has the rows of each source in the step's batch, also those that are set aside.
     """
 
@@ -450,6 +451,7 @@ class History:
         self._rows: list[dict[str, Any]] = []
         self._sent = self._ended = time.perf_counter()
         forget_from(self.folder, self.step)
+        self._kept = end_of_pieces(self.folder)
 
     def add(self, step: int, update: Update, measured: dict[str, float], data_wait: float = 0.0) -> None:
         """Add the row of a finished step; `measured` holds the values evaluated after it.
@@ -519,9 +521,9 @@ class History:
         self.send(Logged(tuple(rows)))
 
     def take(self) -> pa.Table:
-        """Return the rows added since the last call, for `write_piece`."""
+        """Return the rows added since the last call that no piece holds yet, for `write_piece`."""
         self.flush()
-        rows, self._rows = self._rows, []
+        rows, self._rows = [row for row in self._rows if row["step"] >= self._kept], []
         sources = () if self.mixture is None else self.mixture.names
         return table_of_rows(rows, history_schema(self.names, list(self._extra), sources))
 

@@ -40,6 +40,18 @@ async def beat(channel: Channel, member: Member, view: int) -> Ask:
     return await channel.put(b"", 1, view, member.name)
 
 
+def test_rows_of_a_worker_that_was_left_out_are_not_taken_for_newer_ones() -> None:
+    async def play() -> None:
+        channel = await begun()
+        await channel.put(pickle.dumps("rows"), 1, name=B.name)
+        await channel.exclude(1, B.name, "silent")
+        await channel.put(pickle.dumps("late rows"), 1, name=B.name)
+        await channel.put(pickle.dumps("rows of another"), 1, name=A.name)
+        assert [message for message in await told(channel) if isinstance(message, str)] == ["rows", "rows of another"]
+
+    played(play())
+
+
 def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
     async def play() -> None:
         channel = await begun()

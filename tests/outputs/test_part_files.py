@@ -29,7 +29,6 @@ from dp_ray.outputs import parts
 from dp_ray.outputs import read as merged
 from dp_ray.outputs.files import (
     MANIFEST,
-    OUTPUTS,
     OpenFile,
     drop_lost,
     file_names,
@@ -42,7 +41,7 @@ from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Done, FilePlan, Split, Work
 from dp_ray.rundir import ledger
-from dp_ray.rundir.ledger import PARTS, done_ranges
+from dp_ray.rundir.ledger import OUTPUTS, PARTS, done_ranges
 from dp_ray.storage import Storage
 from tests.support.builders import writer_of
 from tests.support.merging import begin, merge

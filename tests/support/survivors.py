@@ -33,12 +33,12 @@ from dp_ray.engine.world import World, cut_groups, form_group, leave_group, with
 from dp_ray.errors import StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Logged
-from dp_ray.rundir import checkpoint
+from dp_ray.rundir import checkpoint, ledger
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.system.linux import open_sockets
 from dp_ray.system.threads import repeated
-from dp_ray.tasks import evaluate, train
+from dp_ray.tasks import checkpoints, evaluate, train
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.task import run_task
 from tests.support.forked import new_process
@@ -60,8 +60,12 @@ PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
     "evaluation": (evaluate.Evaluator, "measure"),
     "second evaluation": (evaluate.Evaluator, "measure"),
     "checkpoint": (checkpoint.CheckpointWriter, "_write"),
+    "piece": (checkpoints, "write_piece"),
     "weights": (train, "keep_weights"),
 }
+
+# What ends before a part begins, in the same way.
+ENDS: dict[str, tuple[Any, str]] = {"naming": (ledger, "check_newest")}
 
 
 class Fault(NamedTuple):
@@ -347,6 +351,8 @@ def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[
 
     for part, (owner, name) in PARTS_OF_A_STEP.items():
         patch.object(owner, name, _met(control, part, getattr(owner, name))).start()
+    for part, (owner, name) in ENDS.items():
+        patch.object(owner, name, _met(control, part, getattr(owner, name), at_end=True)).start()
     try:
         with repeated("beats", 0.05, control.look):
             _run_views(pipe, job, folder, control, held, send)
@@ -396,9 +402,13 @@ def assert_closed(sockets: dict[int, int]) -> None:
         time.sleep(0.02)
 
 
-def _met(control: Control, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _met(control: Control, part: str, function: Callable[..., Any], at_end: bool = False) -> Callable[..., Any]:
     def met(*args: Any, **keys: Any) -> Any:
-        control.meet(part)
-        return function(*args, **keys)
+        if not at_end:
+            control.meet(part)
+        given = function(*args, **keys)
+        if at_end:
+            control.meet(part)
+        return given
 
     return met

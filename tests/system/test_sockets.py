@@ -3,6 +3,8 @@
 import os
 import socket
 
+import psutil
+
 from dp_ray.system.linux import cut_sockets, open_sockets
 
 
@@ -45,4 +47,6 @@ def test_another_socket_of_the_same_descriptor_stays() -> None:
 def test_what_is_no_socket_or_closed_is_passed_over() -> None:
     with open(os.devnull) as file:
         assert file.fileno() not in open_sockets()
+        before = psutil.Process().num_fds()
         cut_sockets({file.fileno(): 1, 12345: 2})
+        assert psutil.Process().num_fds() == before, "a copy of the file's descriptor holds it open"

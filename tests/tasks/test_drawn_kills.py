@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from dp_ray.job.job import Job
-from tests.support.group import history_of, run_group, weights_of
+from tests.support.group import end_idle, history_of, run_group, weights_of
 from tests.support.survivors import Fault, Told, run_surviving
 from tests.tasks.test_survivors import loop_keys, made
 
 FEW = 6
 LOOSE = {"rtol": 1e-4, "atol": 1e-5}
 PARTS = ["forward", "backward", "exchange", "update", "after", "evaluation", "checkpoint", "weights", "level"]
+PARTS += ["piece", "naming"]
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {}),
     ("mlp", {"bitwise": False}),
@@ -102,6 +103,7 @@ def main(seconds: float, seed: int) -> int:
             print(f"seed {seed + ran}: {schedule}\n{traceback.format_exc()[-6000:]}", flush=True)
         ran += 1
         print(f"{ran} schedules, {died} deaths, {failed} failed", flush=True)
+    end_idle()  # Python waits for them as it ends
     return failed
 
 

@@ -213,3 +213,18 @@ def test_the_best_weights_that_nobody_has_kept_are_computed_again(tmp_path: Path
         run_to_its_end(job, tmp_path / "run", control)
     assert len(lost) == 1
     assert_same(tmp_path / "run", expected)
+
+
+def test_a_checkpoint_of_a_step_that_only_the_lost_one_has_finished_keeps_its_rows(tmp_path: Path) -> None:
+    """Its writer is lost once it is whole; those that go on are lost too, and a restart reads it."""
+    job, expected = undisturbed(tmp_path)
+    run, survivor, control = made_run(tmp_path / "run"), held.Held(), Knows()
+    for own, control.leaves in ((survivor, 6), (held.Held(), 7)):
+        with pytest.raises(StopRequested):
+            run_task(job, World(), run, lambda _: None, control, held=own)
+    assert survivor.running.step == 7 and steps_of(run.child("checkpoints"))[-1] == 8
+    control.leaves = None
+    with lost_in("backward", 7, control), pytest.raises(WorkerError):
+        run_task(job, World(), run, lambda _: None, control, held=survivor)
+    run_task(job, World(), run, lambda _: None, control, held=held.Held())
+    assert_same(tmp_path / "run", expected)

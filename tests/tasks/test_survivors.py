@@ -218,6 +218,29 @@ def test_the_others_leave_a_worker_that_is_stopped_and_closes_nothing(
         assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.parametrize("part", ["piece", "naming"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "loop"])
+def test_a_rank_0_that_sleeps_amid_a_commit_leaves_nothing_once_the_others_have_gone_on(
+    tmp_path: Path, kind: str, part: str
+) -> None:
+    """It wakes up after the end of the others; "naming": it has found that its attempt is the newest."""
+    keys = loop_keys("gan", checkpoint={"every_steps": 5})
+    alone, several = (
+        Job.make({**keys, "workers": workers}, "job") if kind == "loop" else made(workers=workers, strategy=strategy)
+        for workers, strategy in ((1, "ddp"), (3, "ddp" if kind == "loop" else kind))
+    )
+    run_group(alone, tmp_path / "undisturbed")
+    told = run_surviving(several, tmp_path / "run", [Fault(0, 9, part, 6.0)])
+    assert told.groups == [[0, 1, 2], [1, 2]]
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+    weights, *written = (
+        file.stat().st_mtime_ns
+        for name in ("weights.safetensors", "history/*", "checkpoints/*", "checkpoints/pieces/*")
+        for file in (tmp_path / "run").glob(name)
+    )
+    assert max(written) <= weights
+
+
 def test_the_last_of_three_goes_on_alone(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path)
     faults = [Fault(0, 3, "exchange"), Fault(1, 8, "exchange")]
