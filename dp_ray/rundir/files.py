@@ -177,17 +177,22 @@ def has_kept_nothing(run: Storage) -> bool:
 
 def replacing(run: Storage) -> str:
     """Return the flag that replaces a run, and what it deletes: `... which deletes its 3 checkpoints and history`."""
-    counts = [(len(run.child(folder).names()), singular, more) for folder, (singular, more) in COUNTED.items()]
-    nouns = [f"{count} {singular if count == 1 else more}" for count, singular, more in counts if count]
-    named = [noun for name, noun in NAMED.items() if run.exists(name) or run.child(name).names()]
-    nouns += dict.fromkeys(named)
+    nouns = _work_of(run)
     work = " and ".join(part for part in (", ".join(nouns[:-1]), *nouns[-1:]) if part)
     return f"(--overwrite, overwrite=True), which deletes its {work or 'files (it has kept no step)'}"
 
 
 def holds_work(run: Storage) -> bool:
     """Return whether a run directory holds checkpoints, history, weights or outputs."""
-    return any(run.child(name).names() for name in {*COUNTED, *NAMED}) or any(map(run.exists, NAMED))
+    return bool(_work_of(run))
+
+
+def _work_of(run: Storage) -> list[str]:
+    counts = [(len(run.child(folder).names()), singular, more) for folder, (singular, more) in COUNTED.items()]
+    nouns = [f"{count} {singular if count == 1 else more}" for count, singular, more in counts if count]
+    return nouns + list(
+        dict.fromkeys(noun for name, noun in NAMED.items() if run.exists(name) or run.child(name).names())
+    )
 
 
 @contextmanager

@@ -35,6 +35,17 @@ def finish(folder: Path, status: str) -> None:
     (folder / "job" / "result.json").write_text(json.dumps({"status": status}))
 
 
+@pytest.mark.parametrize(("name", "noun"), [*files.NAMED.items(), ("checkpoints/step-4", "1 checkpoint")])
+def test_work_is_found_whatever_else_lies_there(tmp_path: Path, name: str, noun: str) -> None:
+    run = located(str(tmp_path))
+    assert not files.holds_work(run)
+    path = tmp_path / name if "." in name or "/" in name else tmp_path / name / "a file"
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    assert files.holds_work(run)
+    assert files.replacing(run).endswith(f"deletes its {noun}")
+
+
 class InFolder:
     """A dataset from Python whose files are in a folder."""
 
