@@ -257,5 +257,5 @@ def test_two_billion_parameters_are_planned_within_a_gigabyte() -> None:
     process = started("-m", "tests.support.large", "plan")
     parameters, seconds, most = json.loads(said_by(process))
     assert parameters > 2e9
-    assert seconds < 20
+    assert seconds < 60
     assert most < 2**30
