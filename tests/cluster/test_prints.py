@@ -22,8 +22,8 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    def put(*args: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(here.put(*args), loop)
+    def put(*args: Any, **named: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(here.put(*args, **named), loop)
 
     def received() -> list[Any]:
         return [pickle.loads(one) for one in asyncio.run_coroutine_threadsafe(here.receive(), loop).result()]

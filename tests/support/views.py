@@ -108,9 +108,9 @@ class Model:
                 continue
             if "silence" in faults and worker.state == "in":
                 found.append(("silence", number))
-            if worker.state == "in" and worker.out_of and not worker.is_in:
+            if worker.state == "in" and worker.out_of:
                 writes = number == self.views[worker.view][0]
-                found += [("keep", number)] if writes and "keep" in faults else []
+                found += [("keep", number)] if writes and not worker.is_in and "keep" in faults else []
                 found += [("look", number)] if not writes and "look" in faults else []
             found += [(kind, number) for kind in self._own(worker)]
         return found
