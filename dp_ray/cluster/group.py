@@ -4,7 +4,7 @@ import os
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.cluster.channel import GROUP, WorkerConfig, send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.membership import Member, View
+from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.world import (
     CPU,
     Cause,
@@ -179,10 +180,10 @@ def next_view(
 
 def leave_view(is_broken: bool) -> None:
     """Leave the groups of a view; `is_broken` says that a member was lost."""
-    if not is_broken:
-        leave_group()
-        return
-    cut_groups()  # so that all others hear of it
+    if is_broken:
+        cut_groups()  # first: so all others hear of it
+    free_memory()  # what of the view refers to its groups, in cycles
     # A sum that gloo has begun may not end even then. One more is dead so, and the others need not wait.
-    with if_longer(STUCK_SECONDS, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+    limit = if_longer(STUCK_SECONDS, lambda: os.kill(os.getpid(), signal.SIGKILL)) if is_broken else nullcontext()
+    with limit:
         leave_group()

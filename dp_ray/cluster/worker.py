@@ -22,7 +22,7 @@ from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.prints import Lines, forwarded_prints
 from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StopRequested
-from dp_ray.engine.world import Trouble, World, cut_groups, leave_group, trouble_of, without_frames
+from dp_ray.engine.world import Trouble, World, leave_group, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Ending, Finished, Logged, WorkerExit, WorkerReady
@@ -99,9 +99,6 @@ def run_in_views(
         in_view = replace(worker, view=view.number)
         ended = run_packed(in_view, assigned, of_view, world, Membered(held, on_node))
         has_lost_peer = ended is Next.AFTER_LOSS
-        if has_lost_peer:
-            cut_groups()  # first: the others hear of it so
-        free_memory()  # as in `left_together`
         leave_view(has_lost_peer)
         if isinstance(ended, bool):
             return of_view, world.rank, ended
