@@ -57,7 +57,7 @@ class Record(Generic[T]):
         name = name or self.name
         missing: Any = self.missing
         try:
-            return self.parse(folder.read_text(name))
+            return folder.read(name, lambda data: self.parse(data.decode()))
         except StorageError as error:
             # A file that is not there shows when it is read: on an object store, to look first is a second request.
             is_missing = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)

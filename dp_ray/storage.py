@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pyarrow as pa
@@ -29,6 +29,8 @@ from pyarrow import fs as pafs
 
 from dp_ray.errors import StorageError
 from dp_ray.text import hide
+
+T = TypeVar("T")
 
 TEMPORARY = ".tmp-"
 PIECE = 1 << 24
@@ -219,9 +221,28 @@ class Storage:
 
     def read_bytes(self, name: str) -> bytes:
         """Return a file's contents."""
-        with self._named(f"cannot read {name}"), self.fs.open_input_file(self.file(name)) as stream:
-            # Without a size pyarrow asks for 256 KB at a time: on S3, a request each, and perhaps of two versions.
-            return stream.read(stream.size())  # type: ignore[no-any-return]
+        with self._named(f"cannot read {name}"):
+            with self.fs.open_input_file(self.file(name)) as stream, suppress(*([] if self.is_local else [OSError])):
+                # Without a size pyarrow asks for 256 KB at a time: on S3, a request each, and perhaps of two versions.
+                return stream.read(stream.size())  # type: ignore[no-any-return]
+            # An object that is removed between the requests for its size and its bytes gives any error; it is missing.
+            with self.fs.open_input_file(self.file(name)) as stream:
+                return stream.read(stream.size())  # type: ignore[no-any-return]
+
+    def read(self, name: str, parse: Callable[[bytes], T]) -> T:
+        """Return what `parse` makes of a file's contents; it raises whatever it likes of others.
+
+        An object store is asked for the size of an object, then for so many bytes: if a longer one takes its place in
+        between, the first part of that. So what `parse` cannot take is read once more there.
+        """
+        try:
+            return parse(self.read_bytes(name))
+        except StorageError:
+            raise
+        except Exception:
+            if self.is_local:
+                raise
+            return parse(self.read_bytes(name))
 
     def sha256(self, name: str) -> str:
         """Return the SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces."""

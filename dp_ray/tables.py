@@ -105,9 +105,8 @@ def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
 
 def read_table(storage: Storage, name: str, schema: pa.Schema | None = None) -> pa.Table:
     """Read a Parquet file, with the columns of `schema`; raises StorageError if it is damaged."""
-    data = storage.read_bytes(name)  # in one piece: a run that goes on may replace the file
-    with undamaged(storage, name):
-        table = pq.ParquetFile(pa.BufferReader(data)).read()
+    with undamaged(storage, name):  # in one piece: a run that goes on may replace the file
+        table = storage.read(name, lambda data: pq.ParquetFile(pa.BufferReader(data)).read())
         return table if schema is None else table.cast(schema)
 
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +14,12 @@ import pytest
 from pyarrow import fs
 
 from dp_ray.errors import StorageError
+from dp_ray.records import Damaged, Record
 from dp_ray.storage import Storage
+from dp_ray.tables import read_table, write_table
+
+if TYPE_CHECKING:
+    from tests.support.s3 import Server
 
 
 @pytest.fixture(params=["folder", "file://", "mock://"])
@@ -251,3 +257,51 @@ def test_a_full_disk_is_an_error_of_parquet_files_too(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     write_parquet(Storage(str(tmp_path)))
     assert pq.read_table(tmp_path / "x.parquet")["x"].to_pylist() == list(range(5000))
+
+
+def acting(storage: Storage, act: Callable[[], None]) -> Storage:
+    """The storage as it is read while another changes it: `act` is done once, when a file has been opened."""
+    view, acts = Storage(storage.location), [act]
+
+    class Files:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(storage.fs, name)
+
+        def open_input_file(self, path: str) -> pa.NativeFile:
+            opened = storage.fs.open_input_file(path)
+            if acts:
+                acts.pop()()
+            return opened
+
+    view.fs = Files()
+    return view
+
+
+LEASE: Record[dict[str, Any] | None] = Record(dict[str, Any], "lease.json", missing=None)
+
+
+def test_an_object_that_is_removed_amid_its_reading_is_missing(server: "Server") -> None:
+    folder = Storage(server.url("removed"))
+    LEASE.write(folder, {"a": 1})
+    assert LEASE.read(acting(folder, lambda: folder.delete("lease.json"))) is None
+    LEASE.write(folder, {"a": 1})
+    with pytest.raises(StorageError, match=r"removed.*: cannot read lease.json") as told:
+        acting(folder, lambda: folder.delete("lease.json")).read_bytes("lease.json")
+    assert isinstance(told.value.__cause__, FileNotFoundError)
+
+
+def test_an_object_that_is_replaced_amid_its_reading_is_read_whole(server: "Server") -> None:
+    folder = Storage(server.url("replaced"))
+    long = {"long": "x" * 1000}
+    LEASE.write(folder, {"a": 1})
+    assert LEASE.read(acting(folder, lambda: LEASE.write(folder, long) and None)) == long
+    write_table(folder, "t.parquet", pa.table({"a": [1]}))
+    longer = pa.table({"a": list(range(10_000))})
+    assert read_table(acting(folder, lambda: write_table(folder, "t.parquet", longer)), "t.parquet") == longer
+
+
+def test_a_damaged_object_is_damaged_however_often_it_is_read(server: "Server") -> None:
+    folder = Storage(server.url("damaged"))
+    folder.write_text("lease.json", "{")
+    with pytest.raises(Damaged, match=r"damaged.*/lease.json: is damaged"):
+        LEASE.read(folder)

@@ -88,7 +88,7 @@ class Worker:
     """One worker of an attempt: it runs a step, or merges what is there, whenever it is its turn."""
 
     def __init__(self, run: Storage, begun: Ledger, split: Split, order: Order, world: tuple[int, int]) -> None:
-        self.has_ended = False
+        self.has_ended = self.is_refused = False
         self._run = run
         self._begun = begun
         self._split = split
@@ -209,12 +209,13 @@ def mortal(data: st.DataObject, where: str) -> Storage:
 
 
 def turn(worker: Worker, act: str) -> None:
-    """What a worker does next; dead ones do nothing, and superseded ones are refused."""
+    """What a worker does next; dead ones do nothing, and superseded ones are refused, which ends them."""
     try:
-        if not worker.is_killed:
+        if not worker.is_killed and not worker.is_refused:
             getattr(worker, act)()
     except BaseException as error:
-        if not worker.is_killed and not isinstance(error, StorageError):
+        worker.is_refused = isinstance(error, StorageError)
+        if not worker.is_killed and not worker.is_refused:
             raise  # of one that is killed, pyarrow may have made another error
 
 

@@ -156,7 +156,7 @@ class Channel:
         self.sent: list[Any] = []
         self.put = self
 
-    def remote(self, message: bytes, _: int) -> str:
+    def remote(self, message: bytes, _: int, name: str) -> str:
         self.sent.append(pickle.loads(message))
         return ""
 
