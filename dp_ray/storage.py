@@ -223,9 +223,9 @@ class Storage:
         """Return a file's contents."""
         with self._named(f"cannot read {name}"):
             with self.fs.open_input_file(self.file(name)) as stream, suppress(*([] if self.is_local else [OSError])):
-                # Without a size pyarrow asks for 256 KB at a time: on S3, a request each, and perhaps of two versions.
+                # Without a size pyarrow asks for 256 KB at a time: on S3, a request each, perhaps of two versions.
                 return stream.read(stream.size())  # type: ignore[no-any-return]
-            # An object that is removed between the requests for its size and its bytes gives any error; it is missing.
+            # An object that is removed between the requests for its size and its bytes gives any error: missing.
             with self.fs.open_input_file(self.file(name)) as stream:
                 return stream.read(stream.size())  # type: ignore[no-any-return]
 
