@@ -24,6 +24,7 @@ ROWS = 4096  # of finished steps, before the first look at which of them are on 
 class Held:
     """What a process keeps of its job from one view to the next; `state` is a training's, None if it has none.
 
+    `has_weights` says that the model has those that a prediction or an evaluation runs.
     `rows` are the finished steps that no piece of the history may hold yet: rank 0 may die, and another worker
     writes them. `most_rows` is their number at which to look which of them are there by now. `finished` is the
     progress of the state that it held last, whether it holds it still or not; `why` is why it does not.
@@ -31,6 +32,7 @@ class Held:
 
     datasets: dict[str, Any] = field(default_factory=dict)
     placement: "Placement | None" = None
+    has_weights: bool = False
     state: dict[str, Any] | None = None
     running: TrainState = field(default_factory=TrainState)
     rows: list[FinishedStep] = field(default_factory=list)
@@ -52,6 +54,7 @@ class Held:
     def forget(self, why: str = "") -> None:
         """Hold neither state nor model: the next view reads a checkpoint, or begins with new weights."""
         self.state = self.placement = None
+        self.has_weights = False
         self.running, self.why = TrainState(), why
 
     def begin(self, step: int) -> None:

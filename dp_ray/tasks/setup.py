@@ -152,18 +152,25 @@ def check_blocks(job: Job, dataset: Any) -> None:
 
 
 def model_to_run(context: Context) -> Placement:
-    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
-    job, world, run = context.job, context.world, context.run
+    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights.
+
+    Nothing is read, nor sent, in a view whose workers all have them from one before.
+    """
+    job, world, run, held = context.job, context.world, context.run, context.held
     placement = context.place()
+    has_weights = held is not None and held.has_weights
+    if held is not None and all(gathered(has_weights)):
+        return placement
     if job.init_from is not None:
         weights, _ = read_start(run, job.init_from, job.strict, placement.sharers)
         loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
-        if world.rank == 0:
+        if not has_weights:
             context.say(describe_start(run, job.init_from) + loaded)
-    elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
-        untrained = f"init_from is not set (unless {job.model.label} loads trained ones itself)"
-        context.say(f"untrained weights: {untrained}")
+    elif not has_weights and isinstance(job.model, Target) and has_drawn(job.seed):
+        context.say(f"untrained weights: init_from is not set (unless {job.model.label} loads trained ones itself)")
     synchronise(placement.model)
+    if held is not None:
+        held.has_weights = held.placement is not None
     return placement
 
 

@@ -10,6 +10,7 @@ from dp_ray.job.job import Job
 from tests.support.group import history_of, run_group, weights_of
 from tests.support.loops import keys_of
 from tests.support.survivors import Fault, run_surviving
+from tests.support.training import Pairs
 from tests.support.trainings import job_of
 from tests.tasks.test_loops import PPO
 
@@ -164,6 +165,48 @@ def test_a_sharded_prediction_goes_on(tmp_path: Path, fault: Fault) -> None:
         for name in ("run", "undisturbed")
     )
     assert found == expected and expected
+
+
+class Removing(Pairs):
+    """Removes all weights in a folder when a row behind the first 24 is read: also those that the run has linked."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> Any:
+        for file in self.folder.rglob("*.safetensors") if index >= 24 else ():
+            file.unlink(missing_ok=True)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("task", ["predict", "evaluate"])
+def test_the_weights_that_survivors_have_are_not_read_again(tmp_path: Path, task: str) -> None:
+    run_group(made(workers=1), tmp_path / "trained")
+    trained = (tmp_path / "trained" / "weights.safetensors").read_bytes()
+    weights = tmp_path / "weights.safetensors"
+    keys: dict[str, Any] = {
+        "task": task,
+        "model": {"target": "tests.support.training:mlp"},
+        "dataset": {"target": "tests.tasks.test_survivors:Removing", "args": {"folder": str(tmp_path)}},
+        "init_from": str(weights),
+        "batch_size": 6,
+        "shards": 4,
+        "bitwise": True,
+        **({"loss": "torch.nn:CrossEntropyLoss"} if task == "evaluate" else {}),
+    }
+    faults = [Fault(1, 5), Fault(0, 6)]
+    for name, workers in (("undisturbed", 1), ("run", 3)):
+        weights.write_bytes(trained)
+        told = run_surviving(Job.make({**keys, "workers": workers}, "job"), tmp_path / name, faults[: workers - 1])
+        assert not list(tmp_path.rglob("*.safetensors"))
+    assert told.views[-1] == [2] and len(told.views) > 1
+    if task == "predict":
+        found, expected = (
+            {file.name: file.read_bytes() for file in (tmp_path / name / "outputs").iterdir() if file.is_file()}
+            for name in ("run", "undisturbed")
+        )
+        assert found == expected and expected
 
 
 @pytest.mark.parametrize("second", [Fault(2, 7, "level"), Fault(0, 7, "level"), Fault(2, 7, "level", 3.0)])
