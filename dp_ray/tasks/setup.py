@@ -156,7 +156,7 @@ def model_to_run(context: Context) -> Placement:
 
     Nothing is read, nor sent, in a view whose workers all have them from one before.
     """
-    job, world, run, held = context.job, context.world, context.run, context.held
+    job, run, held = context.job, context.run, context.held
     placement = context.place()
     has_weights = held is not None and held.has_weights
     if held is not None and all(gathered(has_weights)):
