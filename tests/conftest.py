@@ -26,7 +26,7 @@ import dp_ray
 import dp_ray.driver.run
 from dp_ray.system.threads import SIGNALS
 from tests.support import forked_python
-from tests.support.cluster import OURS, ROOT, SELDOM, SYSTEM_CONFIG, Cluster, Run, end, free_port, wait_for_port
+from tests.support.cluster import ROOT, SELDOM, SYSTEM_CONFIG, Cluster, Run, end, free_port, ours, wait_for_port
 from tests.support.forked import start_server
 from tests.support.group import end_idle
 
@@ -230,7 +230,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: two clusters would take the same ones in turn
     # As from an activated environment: a job's `python` is this one.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, OURS: "1", **SELDOM}
+    environment = {**os.environ, "PATH": path, ours(): "1", **SELDOM}
     with temporary as folder, (tmp_path_factory.mktemp("ray") / "ray.log").open("wb") as log:
         for is_last in (False, False, True):  # on a busy machine Ray gives its dashboard up, and ends
             with subprocess.Popen(command, stdout=log, stderr=log, cwd="/", env=environment) as process:

@@ -26,7 +26,7 @@ from dp_ray.cluster.internals.variables import VARIABLES
 from dp_ray.engine.world import own_rank
 from dp_ray.errors import DataError, JobError, WorkerError
 from tests.support import models
-from tests.support.cluster import OURS, ROOT, Cluster, Run
+from tests.support.cluster import ROOT, Cluster, Run, ours
 from tests.support.drivers import SLOW, driver, job_file, told, wait_for_checkpoint
 
 
@@ -256,7 +256,7 @@ def listening() -> set[int]:
 def is_ours(process: psutil.Process) -> bool:
     """Whether the cluster of this session started it: another session's tests may run beside these."""
     with contextlib.suppress(psutil.Error):
-        return OURS in process.environ()
+        return ours() in process.environ()
     return False
 
 

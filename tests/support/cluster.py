@@ -18,7 +18,6 @@ import dp_ray.driver.run
 ROOT = Path(__file__).resolve().parents[2]
 
 
-OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes of this session's cluster
 # Of `ray start`: no process for each CPU with the first driver; none would ever be used, since jobs ship their code.
 # Nor do processes wait 0.25 s at their end to tell a dashboard of their tasks.
 SELDOM = {"REPORTER_UPDATE_INTERVAL_MS": "60000"}  # of an agent, which looks at each process of its node every 5 s
@@ -35,6 +34,11 @@ class Cluster:
     address: str
     dashboard: str
     folder: Path
+
+
+def ours() -> str:
+    """The environment variable of all processes of this process's cluster: of those of xdist each has one."""
+    return f"DP_RAY_TESTS_{os.getpid()}"
 
 
 def free_port() -> int:

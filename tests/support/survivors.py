@@ -300,7 +300,8 @@ class _Parent:
                 if [one.name for one in self.membership.awaited()] == [member.name]:
                     self.membership.exclude([member.name])
             if now >= wakes and self.membership.is_gone(member.name):
-                os.kill(process.pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # it has woken up before, and ended
+                    os.kill(process.pid, signal.SIGCONT)
             if now >= wakes + SILENT and self.membership.is_gone(member.name):
                 del self.stopped[pipe]
                 (self.plans / f"end-{process.pid}").touch()
