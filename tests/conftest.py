@@ -29,6 +29,7 @@ from tests.support import forked_python
 from tests.support.cluster import ROOT, SELDOM, SYSTEM_CONFIG, Cluster, Run, end, free_port, ours, wait_for_port
 from tests.support.forked import start_server
 from tests.support.group import end_idle
+from tests.support.within import within
 
 if TYPE_CHECKING:
     from tests.support.s3 import Server
@@ -282,6 +283,12 @@ def run_in_session(session: "dp_ray.Session", tmp_path: Path, in_project: Path) 
     """The same as `run`, on the workers of the shared session: most of a run without them is their start."""
 
     def on_its_workers(job: str | None = None, **keys: Any) -> dp_ray.Result:
+        if "inject" in keys:
+            import ray
+
+            # A worker that an earlier test has killed is replaced while no job runs; the fault may be for that one.
+            channel = session._workers.started.channel
+            assert within(240, lambda: not ray.get(channel.mended.remote())[1])
         return session.run(job, **{"storage": str(tmp_path), "name": "run", "quiet": True, **keys})
 
     return on_its_workers

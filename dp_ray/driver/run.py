@@ -337,6 +337,11 @@ class Execution:
         clear(storage, keeps_ledger=result.task == "predict" and result.quarantined > 0)
         for line in time_lines(result):
             self.console.say(line)
+        for fault in self.prepared.faults:
+            if self.monitor is not None and str(fault) not in self.monitor.faults_injected:
+                self.console.say(
+                    f"fault injection: {fault} never came: no such worker was there then, or no such step"
+                )
         self.console.say(last_line(result, self.claimed.is_resumed, self.prepared.plan.split.is_cut_short))
         self._end_trackers(result)
         return result

@@ -83,6 +83,7 @@ class Monitor:
         self.times: dict[int, dict[str, float]] = {}  # of the workers' loops, by rank
         self.flops: Flops | None = None  # of a row, if the job asks for them
         self.shards_found: int | None = None  # by `shards: auto`
+        self.faults_injected: set[str] = set()
         self.stopped_early: messages.StoppedEarly | None = None  # why a training ended before its last step
         self._split = split
         self._through: dict[int, int] = {}  # the last step that each worker of the attempt has finished, by rank
@@ -141,6 +142,7 @@ class Monitor:
             case messages.Interrupted():
                 self._interrupted(message)
             case messages.FaultInjected(what=what, world=world):
+                self.faults_injected.add(what)
                 self._console.say(f"fault injection: {what}, by {world}")
                 if message.is_the_drivers:
                     os.kill(os.getpid(), signal.SIGKILL)

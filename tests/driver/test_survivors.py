@@ -29,8 +29,13 @@ PREDICTS: dict[str, Any] = {
 
 
 @pytest.mark.ray
-def test_a_prediction_whose_worker_is_killed(run: Run, tmp_path: Path) -> None:
-    result = run(None, **PREDICTS, workers=3, inject="kill worker 1 at step 4")
+def test_a_prediction_whose_worker_is_killed(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    faults = "kill worker 1 at step 4; kill worker 5 at step 2"
+    result = run(None, **PREDICTS, workers=3, quiet=False, inject=faults)
+    (never,) = [line for line in capfd.readouterr().err.splitlines() if "never came" in line]
+    assert never == (
+        "run: fault injection: kill worker 5 at step 2 never came: no such worker was there then, or no such step"
+    )
     undisturbed = run(None, **PREDICTS, workers=0, name="undisturbed")
     assert result.outputs_sha256 == undisturbed.outputs_sha256
     assert [one["level"] for one in result.interruptions] == ["memory"]
