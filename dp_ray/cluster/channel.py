@@ -85,7 +85,7 @@ class Terms:
     what a bitwise job's workers of its last attempt computed on, "" before there is one; `avoided` are the ids of the
     nodes whose workers would compute differently, `broken` those of nodes with a broken GPU. With `goes_on`, the
     survivors of a lost worker do. `rejoin` and `step` are seconds, those of the job's `timeouts`. `needs_all` says
-    that no fewer workers can run the job.
+    that no fewer workers can run the job, `starts_fail` that no more are started in the places of lost ones.
     """
 
     number: int = 0
@@ -101,6 +101,7 @@ class Terms:
     kind: str = ""
     avoided: tuple[str, ...] = ()
     broken: tuple[str, ...] = ()
+    starts_fail: bool = False
 
 
 IDLE = Terms()
@@ -272,6 +273,11 @@ class Channel:
         if number == self._terms.number:
             avoided = tuple(dict.fromkeys((*self._terms.avoided, *node_ids)))
             self._terms = replace(self._terms, avoided=avoided)
+
+    async def start_no_more(self, number: int) -> None:
+        """Have job `number` go on with the workers that it has."""
+        if number == self._terms.number:
+            self._terms = replace(self._terms, starts_fail=True)
 
     async def tell_broken(self, number: int, node_id: str) -> None:
         """Have job `number` go on without the node, which has a broken GPU, if others have room for it."""

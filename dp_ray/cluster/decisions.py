@@ -92,6 +92,7 @@ class Running:
     `draining` are the addresses of our workers' nodes that are about to be taken away. `capacity` is the number of
     workers that fit, including those that run; None if it was not counted (see `is_worth_a_look`). `num_lost` of
     those that were started are lost, and the others go on. `num_staying` can go on without those on draining nodes.
+    With `starts_fail`, workers in the places of lost ones were lost as they started, again and again.
     """
 
     wanted: WorkerDemand
@@ -102,6 +103,7 @@ class Running:
     capacity: int | None = None
     num_lost: int = 0
     num_staying: int = 0
+    starts_fail: bool = False
 
 
 class Resize(Enum):
@@ -126,6 +128,7 @@ class ScalingReason(Enum):
     OTHERS_HOLD = "others hold the room"
     TIMED_OUT = "no nodes came in the time that the job allows"
     AS_WANTED = "as many workers run as there can be"
+    STARTS_FAIL = "others were lost as they started"
     TOO_YOUNG = "the workers have not run for long enough to be replaced"
     NO_MORE_CAPACITY = "there is room for no more workers"
     MUST_NOT_STOP = "the task keeps nothing from which it could go on"
@@ -204,6 +207,8 @@ def is_worth_a_look(running: Running, now: float) -> bool:
 def _why_not_to_grow(running: Running, now: float) -> ScalingReason | None:
     if running.num_workers >= running.wanted.max_workers:
         return ScalingReason.AS_WANTED
+    if running.starts_fail:
+        return ScalingReason.STARTS_FAIL
     return ScalingReason.TOO_YOUNG if now - running.started < GROW_AFTER_SECONDS else None
 
 
@@ -218,7 +223,7 @@ def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
         request = Request(Ask.RESTART if can_go_on else Ask.SAVE, Why.DRAIN, text)
         return ScalingDecision(Resize.ASK, ScalingReason.DRAIN, request=request)
     if why := _why_not_to_grow(running, now):
-        return ScalingDecision(Resize.GO_ON, why)
+        return ScalingDecision(Resize.GO_ON, why, last_count=LastCount(0, now))  # what was seen before is over
     capacity = running.capacity or 0
     if capacity <= running.num_workers:
         return ScalingDecision(Resize.GO_ON, ScalingReason.NO_MORE_CAPACITY, last_count=LastCount(capacity, now))

@@ -141,7 +141,8 @@ class ElasticScalingPolicy:
         wanted = self._wanted.of_job(job.workers, job.can_stop) if job.number else self._wanted
         running = Running(wanted, len(node_ids), started, self._last_count, addresses, num_lost=num_lost)
         if job.goes_on and not job.needs_all:
-            running = replace(running, num_staying=sum(node_id not in draining for node_id in node_ids))
+            num_staying = sum(node_id not in draining for node_id in node_ids)
+            running = replace(running, num_staying=num_staying, starts_fail=job.starts_fail)
         if is_worth_a_look(running, now):
             running = replace(running, capacity=self._capacity(self._nodes(must_answer=False)))
         decision = decide_scaling(running, now)
@@ -306,6 +307,7 @@ class RestartPolicy:
         if self._failed_starts == REPLACING_STARTS:
             times = f"{REPLACING_STARTS} were lost as they started: {why}"
             send(self.channel, Note(f"no other worker is started in the place of a lost one: {times}"))
+            ray.get(self.channel.start_no_more.remote(self._job.number))
 
     def with_room(self, places: Mapping[int, str]) -> set[int]:
         """Return which of these workers, by Ray Train's ranks, can be replaced now; it looks once a second.

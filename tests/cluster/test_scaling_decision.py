@@ -117,6 +117,13 @@ LONG = SETTLE_SECONDS + 0.1
         (running(3, 4, (4, LONG), num_lost=1), Resize.GO_ON, ScalingReason.SETTLING, None),
         (running(3, 4, (4, REPLACE_SECONDS), num_lost=1), Resize.GO_ON, ScalingReason.SETTLING, None),
         (running(3, 4, (4, REPLACE_SECONDS + 0.1), num_lost=1), Resize.ASK, ScalingReason.GROWTH, Ask.RESTART),
+        # Not where these were lost as they started: so would all others be.
+        (
+            running(3, 4, (4, REPLACE_SECONDS + 0.1), num_lost=1, starts_fail=True),
+            Resize.GO_ON,
+            ScalingReason.STARTS_FAIL,
+            None,
+        ),
         # Drain: those leave whose nodes are drained, if others can go on; whatever room there is.
         (running(4, 1, draining=("10.0.0.2",), num_staying=1), Resize.LEAVE, ScalingReason.DRAIN, None),
         # Else stop where enough capacity is left, else keep what is done; at once, however young the workers are.
@@ -135,6 +142,16 @@ def test_while_workers_run(snapshot: Running, do: Resize, reason: ScalingReason,
     decision = decide_scaling(snapshot, NOW)
     assert (decision.do, decision.reason) == (do, reason)
     assert (decision.request.ask if decision.request else None) is ask
+
+
+def test_room_counts_from_when_workers_were_lost_last() -> None:
+    """Others have come in their places meanwhile: they were as many as wanted."""
+    seen, now = LastCount(0, 0.0), NOW
+    for num_lost in [1] * 40 + [0] + [1] * 40:
+        found = running(4 - num_lost, 4, num_lost=num_lost)
+        decision = decide_scaling(replace(found, last_count=seen), now)
+        assert decision.do is Resize.GO_ON
+        seen, now = decision.last_count or seen, now + 1.0
 
 
 def test_the_order_says_why() -> None:
