@@ -96,7 +96,8 @@ def _beside_ray_train() -> Iterator[Row]:
 
 def _node() -> Iterator[Row]:
     """Three hosts in network namespaces, with Ray's own defaults; the link of the last one is set down."""
-    with _folder() as folder, namespaces(3, folder) as hosts:
+    # Not within the first folder: that is sent to the workers as the code, and Ray's own files are in the second.
+    with _folder() as folder, scratch() as there, namespaces(3, there) as hosts:
         head, *_, last = hosts
         _start(head, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={head.sockets}")
         for host in hosts[1:]:

@@ -178,7 +178,8 @@ def what_is_awaited(address: str | None) -> str:
     """Return the line to show if Ray is not there after a while."""
     if (found := address_of(address)) is None:
         return "waiting for Ray to start on this machine"
-    return f"waiting for the Ray at {found} to answer"
+    takes_code = "" if in_ray_job() else f", and to take the code in {os.getcwd()}"
+    return f"waiting for the Ray at {found} to answer{takes_code}"
 
 
 def ships_callers_code() -> bool:
