@@ -157,7 +157,9 @@ def _start(host: Host, *args: str) -> None:
     log = host.folder / f"host-{host.number}.log"
     with log.open("wb") as file:
         ray = host.command(*line, "--num-cpus=1", "--disable-usage-stats", "--block")
-        host.processes.append(subprocess.Popen(ray, stdout=file, stderr=file, cwd="/", env=ENVIRONMENT))
+        # Ray Train leaves gloo to the host's name, which is 127.0.0.1 on all three. dp_ray finds the interface itself.
+        environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0"}
+        host.processes.append(subprocess.Popen(ray, stdout=file, stderr=file, cwd="/", env=environment))
     host.wait_until_up()
 
 
