@@ -68,7 +68,7 @@ sim: $(VENV)/installed
 	$(BIN)/python -m pytest tests/sim
 
 ray: $(VENV)/installed
-	$(BIN)/python -m pytest tests/cluster/test_ray_internals.py
+	$(BIN)/python -m pytest tests/cluster/test_ray_internals.py tests/driver/test_survivors.py
 
 fuzz: $(VENV)/installed
 	$(BIN)/python -m pytest $(FUZZED) --hypothesis-profile=fuzz
