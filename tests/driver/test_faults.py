@@ -339,7 +339,7 @@ def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run, then: str
     finally:
         ended.set()
         killer.join()
-    assert time.monotonic() - started < 240
+    assert time.monotonic() - started < 900  # a busy machine takes minutes
     assert len(kills) >= 2
     assert 1 <= result.restarts <= len(kills)
     assert result.outputs_sha256 == undisturbed.outputs_sha256

@@ -55,6 +55,7 @@ class Host:
     folder: Path
     sockets: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    cut_off: set[int] = field(default_factory=set)  # the ids of Ray nodes' processes that were
 
     @property
     def namespace(self) -> str:
@@ -106,8 +107,9 @@ class Host:
 
     @property
     def is_up(self) -> bool:
-        """Whether its Ray node runs."""
-        return bool(self.processes) and self.processes[-1].poll() is None
+        """Whether its Ray node runs; Ray ends one that was cut off, some time later."""
+        last = self.processes[-1] if self.processes else None
+        return last is not None and last.poll() is None and last.pid not in self.cut_off
 
     def join(self) -> None:
         """Start this host's Ray node as one of the first host's cluster; that takes a while."""
@@ -115,6 +117,7 @@ class Host:
 
     def cut(self) -> None:
         """Nothing reaches this host any more, nor leaves it."""
+        self.cut_off.update(process.pid for process in self.processes[-1:])
         ip("link", "set", self._link, "down")
 
     def heal(self) -> None:
