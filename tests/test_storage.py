@@ -259,7 +259,7 @@ def test_a_full_disk_is_an_error_of_parquet_files_too(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "x.parquet")["x"].to_pylist() == list(range(5000))
 
 
-def acting(storage: Storage, act: Callable[[], None]) -> Storage:
+def acting(storage: Storage, act: Callable[[], object]) -> Storage:
     """The storage as it is read while another changes it: `act` is done once, when a file has been opened."""
     view, acts = Storage(storage.location), [act]
 
@@ -294,7 +294,7 @@ def test_an_object_that_is_replaced_amid_its_reading_is_read_whole(server: "Serv
     folder = Storage(server.url("replaced"))
     long = {"long": "x" * 1000}
     LEASE.write(folder, {"a": 1})
-    assert LEASE.read(acting(folder, lambda: LEASE.write(folder, long) and None)) == long
+    assert LEASE.read(acting(folder, lambda: LEASE.write(folder, long))) == long
     write_table(folder, "t.parquet", pa.table({"a": [1]}))
     longer = pa.table({"a": list(range(10_000))})
     assert read_table(acting(folder, lambda: write_table(folder, "t.parquet", longer)), "t.parquet") == longer

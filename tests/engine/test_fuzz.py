@@ -160,6 +160,6 @@ def test_what_was_wrong_without_a_word(what: str) -> None:
 
 @pytest.mark.slow
 @given(case=trainings())
-@settings(suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings().max_examples * 2 // 5, suppress_health_check=list(HealthCheck))
 def test_any_training_ends_where_one_plain_process_does(case: dict[str, Any]) -> None:
     check(case)
