@@ -79,7 +79,7 @@ def _message(path: str, detail: Any, workers: Any = None) -> str:
     if kind == "extra_forbidden" and path in JobKeys.model_fields:
         return f"is a key of a job, not of workers alone; theirs are {', '.join(WorkerKeys.model_fields)}"
     if kind == "extra_forbidden":
-        return "is no key of a job" + _nearest(path)
+        return "is no key of a job" + _nearest(path, got)
     if kind == "missing":
         return "is missing"
     if kind == "value_error":
@@ -128,8 +128,8 @@ def _models(kind: Any) -> Iterator[type[BaseModel]]:
         yield from _models(member)
 
 
-def _nearest(path: str) -> str:
-    """Return a hint on an unknown key: dp_ray's key for it, the one that was meant, or all keys."""
+def _nearest(path: str, got: Any = None) -> str:
+    """Return a hint on an unknown key with this value: dp_ray's key for it, the one that was meant, or all keys."""
     *parents, key = path.split(".")
     owner: type[BaseModel] = JobKeys
     for parent in parents:
@@ -144,7 +144,8 @@ def _nearest(path: str) -> str:
     answer = OTHER_NAMES.get(path if parents else word)
     if answer is None and is_of_target and not close:
         # Inside a target, any other key is taken for one of its args.
-        answer = ".".join([*parents, TARGET[word]]) if word in TARGET else ".".join([*parents, "args", key])
+        is_own = word in TARGET and (word != "path" or ":" in str(got))  # a path of a file is an arg
+        answer = ".".join([*parents, *([TARGET[word]] if is_own else ["args", key])])
     if answer is not None:
         return f"; here it is {answer}"
     if close:
