@@ -89,6 +89,6 @@ FITS: dict[str, Any] = {  # each shard has as many rows as there are prototypes
 @pytest.mark.slow
 @given(case=cases())
 @example(case=FITS)
-@settings(suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings().max_examples * 2 // 5, suppress_health_check=list(HealthCheck))
 def test_what_is_around_a_model_is_that_of_one_plain_process(case: dict[str, Any]) -> None:
     check(case)
