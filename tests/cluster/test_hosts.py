@@ -54,7 +54,7 @@ class Driver:
         assert self.process.stderr is not None
         self.said.extend(iter(self.process.stderr.readline, ""))
 
-    def wait_for(self, what: str, seconds: float = 90) -> None:
+    def wait_for(self, what: str, seconds: float = 240) -> None:
         until = time.monotonic() + seconds
         while not any(what in line for line in list(self.said)):
             assert self.process.poll() is None, "".join(self.said)
