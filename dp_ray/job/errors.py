@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
+from dp_ray.job.keys import TARGET as TARGET_TEXT
 from dp_ray.job.keys import Eval, JobKeys, Target, WorkerKeys
 from dp_ray.job.old_keys import OLD_KEYS
 from dp_ray.text import did_you_mean, hide
@@ -144,7 +145,9 @@ def _nearest(path: str, got: Any = None) -> str:
     answer = OTHER_NAMES.get(path if parents else word)
     if answer is None and is_of_target and not close:
         # Inside a target, any other key is taken for one of its args.
-        is_own = word in TARGET and (word != "path" or ":" in str(got))  # a path of a file is an arg
+        is_own = word in TARGET and (
+            word != "path" or TARGET_TEXT.fullmatch(str(got)) is not None
+        )  # a path of a file is an arg
         answer = ".".join([*parents, *([TARGET[word]] if is_own else ["args", key])])
     if answer is not None:
         return f"; here it is {answer}"

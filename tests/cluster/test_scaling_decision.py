@@ -1,13 +1,17 @@
 """How many workers to start, and when to ask them to stop: the decision, without Ray and without a clock."""
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.cluster.channel import Ask, Why
+from dp_ray.cluster import policies
+from dp_ray.cluster.channel import Ask, Channel, Terms, Why
 from dp_ray.cluster.decisions import (
     GROW_AFTER_SECONDS,
     REPLACE_SECONDS,
@@ -152,6 +156,34 @@ def test_room_counts_from_when_workers_were_lost_last() -> None:
         decision = decide_scaling(replace(found, last_count=seen), now)
         assert decision.do is Resize.GO_ON
         seen, now = decision.last_count or seen, now + 1.0
+
+
+class Handle:
+    """A channel in this process, called as the actor is; a call is its own answer."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._channel, name)
+        return SimpleNamespace(remote=lambda *args, **named: asyncio.run(call(*args, **named)))
+
+
+def test_workers_lost_as_they_start_end_the_growth_of_their_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get", lambda answer: answer)
+    found: list[Running] = []
+    monkeypatch.setattr(policies, "draining_nodes", set)
+    monkeypatch.setattr(policies, "lose_cut_off", lambda *_: None)
+    monkeypatch.setattr(policies, "is_worth_a_look", lambda running, _: found.append(running))
+    handle = Handle(Channel())
+    restarts = policies.RestartPolicy(handle)
+    for number, is_told in ((1, True), (2, False)):
+        handle.begin.remote(Terms(number, 3, goes_on=True), [])
+        restarts._look_at(handle.state.remote()[1])
+        for _ in range(policies.REPLACING_STARTS if is_told else 1):
+            restarts._count_failed_start("its process was killed")
+        policies.ElasticScalingPolicy(WANTED, handle).while_running(["a", "b"], 0.0, 1)
+        assert found.pop().starts_fail is is_told
 
 
 def test_the_order_says_why() -> None:

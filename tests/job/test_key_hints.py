@@ -91,6 +91,7 @@ def test_a_key_of_elsewhere_is_answered_with_the_key_here(name: str, key: str) -
         ({"optimizer": {"target": "a:b", "lr": 1}}, "optimizer.lr: is no key of a job; here it is optimizer.args.lr"),
         ({"model": {"target": "a:b", "width": 1}}, "model.width: is no key of a job; here it is model.args.width"),
         ({"dataset": {"path": "data/a.csv"}}, "dataset.path: is no key of a job; here it is dataset.args.path"),
+        ({"dataset": {"path": "s3://b/a.csv"}}, "dataset.path: is no key of a job; here it is dataset.args.path"),
         ({"dataset": {"path": "a:b"}}, "dataset.path: is no key of a job; here it is dataset.target"),
         ({"model": {"_target_": "a:b"}}, "model._target_: is no key of a job; did you mean model.target?"),
         ({"model": {"target": "a:b", "kwargs": {}}}, "model.kwargs: is no key of a job; did you mean model.args?"),
