@@ -843,9 +843,9 @@ def test_many_rows_are_written_though_it_is_not_time(tmp_path: Path, monkeypatch
         return sum(rows for file in report_files(run) for *_, rows in step_ranges(*file))
 
     with closing(ReportTables(run, ALL)) as tables:
-        for end in (3, 20):  # once it was time, it is not so again for long
-            tables.add(report(World(), end, alike(range(end), 0)))
-            assert within(WAIT, lambda end=end: written() >= end)  # type: ignore[misc]
+        for rows in (20, 40):  # after the first write, or one of no rows before it, it is not time again for long
+            tables.add(report(World(), rows, alike(range(20), 0)))
+            assert within(WAIT, lambda rows=rows: written() >= rows)  # type: ignore[misc]
 
 
 def write(run: Storage, blocks: Sequence[Sequence[ShardReport]]) -> None:
