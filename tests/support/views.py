@@ -6,13 +6,14 @@ member is gone. Rank 0 writes the history's rows in pieces, by their first step 
 the rows that no piece may hold yet.
 """
 
-import copy
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from dp_ray.cluster.membership import Leave, Member, Membership, Phase, View
 from dp_ray.tasks.held import most_finished
 
+T = TypeVar("T")
 Event = tuple[str, int]
 FAULTS = ("kill", "silence", "come", "drain", "keep", "look")  # and that pieces are written, and rows dropped
 
@@ -34,6 +35,16 @@ class Worker:
     sent: frozenset[int] = frozenset()  # those when it went into the first collective of its view
     unwritten: frozenset[int] = frozenset()  # those that it is to write, as rank 0
     ran: dict[int, int] = field(default_factory=dict)  # the view of each step that it has finished
+
+
+OF_A_WORKER = attrgetter(*(field.name for field in fields(Worker) if field.name != "ran"))
+
+
+def copied(here: T) -> T:
+    """A copy of an object, with the same attributes; `copy.copy` takes four times as long, and 400,000 are made."""
+    there = object.__new__(type(here))
+    there.__dict__.update(here.__dict__)
+    return there
 
 
 def node(worker: Worker) -> str:
@@ -61,11 +72,11 @@ class Model:
         self.told: dict[int, str] = {}  # why members have left for good, by their places
 
     def copied(self) -> "Model":
-        other = copy.copy(self)
-        other.membership = copy.copy(self.membership)
+        other = copied(self)
+        other.membership = copied(self.membership)
         for name in ("_asking", "_finished", "_since", "_gone"):
             setattr(other.membership, name, getattr(self.membership, name).copy())
-        other.workers = [copy.copy(worker) for worker in self.workers]
+        other.workers = list(map(copied, self.workers))
         for worker in other.workers:
             worker.ran = worker.ran.copy()
         other.views, other.votes, other.ended = self.views.copy(), self.votes.copy(), self.ended.copy()
@@ -74,10 +85,7 @@ class Model:
 
     def key(self) -> Any:
         known = self.membership
-        workers = tuple(
-            (*(value for name, value in vars(worker).items() if name != "ran"), *sorted(worker.ran.items()))
-            for worker in self.workers
-        )
+        workers = tuple((*OF_A_WORKER(worker), *sorted(worker.ran.items())) for worker in self.workers)
         asking, gone = frozenset(known._asking), (frozenset(known._gone), frozenset(known._drained))
         ended = frozenset(self.votes), frozenset(self.ended), frozenset(self.told)
         return workers, known.phase, known.view.number, asking, gone, self.pieces, self.writes, *ended
