@@ -56,7 +56,7 @@ def test_the_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170
 
 
-@pytest.mark.parametrize(("page", "count"), [("README.md", 2), ("docs/benchmarks.md", 10)])
+@pytest.mark.parametrize(("page", "count"), [("README.md", 3), ("docs/benchmarks.md", 10)])
 def test_the_figures_that_users_see_are_those_of_all_benchmarks(page: str, count: int) -> None:
     table = (ROOT / "docs" / "contributing" / "benchmarks.md").read_text()
     rows = re.findall(r"^\| .* \| (\d[^|]* \| \d[^|]* [^|]* \| [\d./]+) \|$", prose_of(ROOT / page), re.M)
