@@ -132,9 +132,10 @@ class Control(StepControl):
                 self.meet("forward")
 
     def _wait_for_all(self) -> None:
-        """Wait until all take part, or some are to join, or are lost."""
+        """Wait until all take part, or some are to join, or are lost, or the view is to be left at once."""
+        view = self.view
         while not any(
-            (self._plans / name).exists() for name in (f"all-{self.view}", str(self.view), f"lost-{self.view}")
+            (self._plans / name).exists() for name in (f"all-{view}", f"{view}", f"lost-{view}", f"now-{view}")
         ):
             time.sleep(0.005)
         gc.collect()
