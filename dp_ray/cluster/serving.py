@@ -333,6 +333,14 @@ class RayServing:
         if self.is_closed:
             return
         self.is_closed = True
+        try:
+            self._end()
+        finally:  # Ctrl-C too: nothing would end them later
+            self._gives_up = True
+            self.members = []
+            self._at_end()
+
+    def _end(self) -> None:
         with suppress(RayError):  # the workers have ended, or the cluster has
             if ray.is_initialized():
                 ray.get(self._workers.channel.finish.remote(self._job_number))
@@ -341,5 +349,3 @@ class RayServing:
         self._thread.join()
         if not self._is_last:
             self._workers.take_end(self._finished)
-        self.members = []
-        self._at_end()

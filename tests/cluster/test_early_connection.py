@@ -1,6 +1,8 @@
 """A connection to Ray that a thread makes while the command line imports torch."""
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -45,6 +47,26 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def own_workers(early: EarlyConnection | None) -> OwnWorkers:
     return OwnWorkers("again", False, Console("job", quiet=True), early)
+
+
+def test_ctrl_c_while_it_ends_leaves_no_ray_that_is_still_ending() -> None:
+    """The next connection of the process would meet it, half closed."""
+    said: list[str] = []
+    main_thread = threading.get_ident()
+
+    @contextmanager
+    def connection() -> Iterator[None]:
+        yield
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        time.sleep(0.2)
+        said.append("disconnected")
+
+    early = EarlyConnection(connection)
+    early.start()
+    early.wait()
+    with pytest.raises(KeyboardInterrupt):
+        early.end()
+    assert said == ["disconnected"]
 
 
 def test_own_workers_take_it_over_and_end_it(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
