@@ -132,7 +132,8 @@ def _connected(
             _start_ray(keys, found, verbose, folder, fork_server, OF_MODULES if serves else None)
             yield
         finally:
-            ray.shutdown()
+            with signals_put_off():  # half of an embedded Ray would go on as long as this process, and nothing end it
+                ray.shutdown()
 
 
 def _check_heard() -> None:
