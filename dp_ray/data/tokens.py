@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item
-from dp_ray.data.files import File, Paths, find_files, in_threads, with_retries
+from dp_ray.data.files import File, Paths, find_files, in_threads, with_etag, with_retries
 from dp_ray.data.tables import Arrow, ColumnFiles, Parquet
 from dp_ray.data.values import RowNumbers
 from dp_ray.errors import DataError, JobError
@@ -294,7 +294,8 @@ def _beside(file: File, suffix: str) -> File | None:
     """Return the file of the same name with another ending; None if it is not there."""
     name = file.name.rpartition(".")[0] + suffix
     info = file.folder.fs.get_file_info(file.folder.file(name))
-    return replace(file, name=name, size=info.size, version=str(info.mtime_ns or "")) if info.is_file else None
+    there = replace(file, name=name, size=info.size, version=str(info.mtime_ns or ""))
+    return with_etag(there) if info.is_file else None
 
 
 def _bare(file: File, offset: int, kind: np.dtype[Any], count: int) -> list[Block[Any]]:
