@@ -36,6 +36,7 @@ from dp_ray.text import counted, hide
 RUN_NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
 RUN_STORAGE = "dp_ray_storage"  # and in which folder or URL its directory is, as the driver sees it
 OF_MODULES = "dp_ray.DataParallel"  # the namespace of an embedded Ray that is there for parallel modules alone
+END_SECONDS = 20.0  # for which a second Ctrl-C is needed to leave a Ray that does not end
 AWAIT_SECONDS = 10.0  # after which a line says that Ray is waited for
 
 
@@ -51,6 +52,7 @@ class EarlyConnection(threading.Thread):
         self._connect = connect
         self._is_there = threading.Event()
         self._ends = threading.Event()
+        self._has_ended = threading.Event()
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -63,15 +65,23 @@ class EarlyConnection(threading.Thread):
             self._failure = error
         finally:
             self._is_there.set()
+            self._has_ended.set()
 
     def wait(self) -> None:
         """Wait until the connection is made or has failed."""
         self._is_there.wait()
 
     def end(self) -> None:
-        """End the connection."""
+        """End the connection, also where Ctrl-C comes meanwhile: a Ray that ends is in the way of the next one.
+
+        After a `join` that Ctrl-C has ended, Python takes the thread for one that has ended, so that waits for none.
+        """
         self._ends.set()
-        self.join()
+        try:
+            self._has_ended.wait()
+        except BaseException:
+            self._has_ended.wait(END_SECONDS)
+            raise
 
     def __enter__(self) -> None:
         """Wait for the connection; raises what it has failed with."""
@@ -122,7 +132,8 @@ def _connected(
             _start_ray(keys, found, verbose, folder, fork_server, OF_MODULES if serves else None)
             yield
         finally:
-            ray.shutdown()
+            with signals_put_off():  # half of an embedded Ray would go on as long as this process, and nothing end it
+                ray.shutdown()
 
 
 def _check_heard() -> None:

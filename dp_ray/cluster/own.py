@@ -124,5 +124,7 @@ class OwnWorkers:
 
     def close(self) -> None:
         """End the workers, and the connection if it is theirs."""
-        self._open.close()
-        self.early = self._is_own = self._workers = None
+        try:
+            self._open.close()
+        finally:
+            self.early = self._is_own = self._workers = None

@@ -98,7 +98,9 @@ def answer_all(served: Served, view: int, error: Error | None = None) -> bool | 
             asked = unframed(message)
             if isinstance(asked, LeaveView):
                 answer.put((framed(None), None))
-                return is_broken
+                if asked.view >= view:
+                    return is_broken
+                continue
             if isinstance(asked, HasFormed) and not isinstance(error, JobError):
                 given = (
                     f"a worker is in another view than {asked.view}" if asked.view != view else error and str(error)

@@ -153,8 +153,8 @@ class RayServing:
             self._await(lambda: True)  # it takes in those that have come
             if self.members and not self._has_changed:
                 return list(self.members)
-            self.ask(dict.fromkeys(self.members, LeaveView()))
-            self.members = self._next_view()
+            self.ask(dict.fromkeys(self.members, LeaveView(self._view[1])))
+            self._take_next_view()
             self._has_changed = self._has_newcomer()
             formed = self.ask(dict.fromkeys(self.members, HasFormed(self._view[1])))
             failed = [answer for answer in formed.values() if answer]
@@ -164,8 +164,11 @@ class RayServing:
             self._has_changed = True
         raise ClusterError(f"the workers cannot form a process group: {why}")
 
-    def _next_view(self) -> list[RayMember]:
-        """Return the members of the next view, by rank; wait for it, and for what they say of themselves."""
+    def _take_next_view(self) -> None:
+        """Go on with the next view, and its members by rank; wait for it, and for what they say of themselves.
+
+        An interrupt leaves it undone as a whole: those that are asked to leave a view are all that are in it.
+        """
         channel = self._workers.channel
         coming = channel.view_after.remote(self._job_number, *self._view)
 
@@ -179,10 +182,10 @@ class RayServing:
         if found is None:
             raise ClusterError("the workers serve no longer: they were closed")
         group, view = found
-        self._view = group, view.number
         names = [member.name for member in view.members]
         self._await(lambda: self._known.keys() >= set(names))
-        return [self._known[name] for name in names]
+        members = [self._known[name] for name in names]
+        self._view, self.members = (group, view.number), members
 
     def _has_newcomer(self) -> bool:
         """Return whether a worker that has come is not in the view: it may have asked for one too late."""
@@ -209,9 +212,9 @@ class RayServing:
             while True:
                 self._has_changed |= self._is_told_of_loss
                 self._is_told_of_loss = False
-                arrived, self._arrived = self._arrived, []
-                for serves in arrived:
-                    self._take_in(serves)
+                while self._arrived:  # of an interrupt here, it is taken in again
+                    self._take_in(self._arrived[0])
+                    del self._arrived[0]
                 if is_enough():
                     return
                 if self.is_closed:
@@ -330,6 +333,14 @@ class RayServing:
         if self.is_closed:
             return
         self.is_closed = True
+        try:
+            self._end()
+        finally:  # Ctrl-C too: nothing would end them later
+            self._gives_up = True
+            self.members = []
+            self._at_end()
+
+    def _end(self) -> None:
         with suppress(RayError):  # the workers have ended, or the cluster has
             if ray.is_initialized():
                 ray.get(self._workers.channel.finish.remote(self._job_number))
@@ -338,5 +349,3 @@ class RayServing:
         self._thread.join()
         if not self._is_last:
             self._workers.take_end(self._finished)
-        self.members = []
-        self._at_end()

@@ -24,7 +24,13 @@ class Serves(NamedTuple):
 
 
 class LeaveView(NamedTuple):
-    """Leave the process group, and ask the channel for the next view. The answer comes first."""
+    """Leave the process group of the view of this number, and ask the channel for the next view.
+
+    The answer comes first. A worker that is in a later view stays there: it has left already, for a caller that was
+    interrupted before it had learned of the later one.
+    """
+
+    view: int
 
 
 class HasFormed(NamedTuple):

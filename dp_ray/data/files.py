@@ -92,9 +92,7 @@ def find_files(paths: Paths | File, suffixes: Sequence[str]) -> list[File]:
     if all(file.is_local for file in files):
         return files
     # The times of an object store are in whole seconds, so its ETag is the version.
-    return in_threads(
-        lambda file: replace(file, version=with_retries(lambda: _etag(file), str(file), file.is_local)), files
-    )
+    return in_threads(with_etag, files)
 
 
 def in_threads(look: Callable[[S], T], files: Sequence[S]) -> list[T]:
@@ -245,10 +243,16 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _etag(file: File) -> str:
-    with file.open() as stream:
-        metadata = stream.metadata() or {}
-    return str(metadata.get(b"ETag", b"").decode().strip('"') or file.version)
+def with_etag(file: File) -> File:
+    """Return a file of an object store with its ETag as its version, if it has one; a local file as it is."""
+
+    def read() -> bytes:
+        with file.open() as stream:
+            metadata: dict[str, bytes] = stream.metadata() or {}
+        return metadata.get("ETag", b"")
+
+    tag = b"" if file.is_local else with_retries(read, str(file))
+    return replace(file, version=tag.decode().strip('"') or file.version)
 
 
 def with_retries(read: Callable[[], T], what: str, is_local: bool = False) -> T:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item
-from dp_ray.data.files import File, Paths, find_files, in_threads, with_retries
+from dp_ray.data.files import File, Paths, find_files, in_threads, with_etag, with_retries
 from dp_ray.data.tables import Arrow, ColumnFiles, Parquet
 from dp_ray.data.values import RowNumbers
 from dp_ray.errors import DataError, JobError
@@ -30,6 +30,10 @@ INDEX_MAGIC, INDEX_HEAD = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")  # of Megatro
 INDEX_KINDS = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 HEADS = {20240520: "uint16", 20240801: "uint32"}  # the first number of llm.c's files, and the type of their tokens
 HEAD_BYTES = 1024  # of these
+ENDINGS = (".bin", ".npy", *Arrow.SUFFIXES, *Parquet.SUFFIXES)
+OTHER_ENDING = (
+    f"Tokens reads a file by its ending, which must be one of {listed(ENDINGS)}; rename it, or leave it out"
+)
 
 
 class Bare(NamedTuple):
@@ -71,7 +75,7 @@ class Tokens(Blocks[Any]):
     {'input_ids': tensor([5, 6]), 'labels': tensor([6, 7])}
     """
 
-    SUFFIXES = (".bin", ".npy", *Arrow.SUFFIXES, *Parquet.SUFFIXES)
+    SUFFIXES = ENDINGS
 
     def __init__(
         self,
@@ -209,6 +213,9 @@ class Tokens(Blocks[Any]):
     def _look(self, file: File, column: str, dtype: str | None) -> TokenFile:
         """Find out where the tokens of a file lie, and those of its documents. Raises DataError."""
         name = file.name.lower()
+        if not name.endswith(self.SUFFIXES):  # as a wildcard finds them: else they would be taken for bare numbers
+            says = "is an index, without tokens: name the .bin beside it" if name.endswith(".idx") else OTHER_ENDING
+            raise DataError(f"{file}: {says}")
         if name.endswith((*Arrow.SUFFIXES, *Parquet.SUFFIXES)):
             return self._look_at_table(file, column)
         index = _beside(file, ".idx") if name.endswith(".bin") else None
@@ -287,7 +294,8 @@ def _beside(file: File, suffix: str) -> File | None:
     """Return the file of the same name with another ending; None if it is not there."""
     name = file.name.rpartition(".")[0] + suffix
     info = file.folder.fs.get_file_info(file.folder.file(name))
-    return replace(file, name=name, size=info.size, version=str(info.mtime_ns or "")) if info.is_file else None
+    there = replace(file, name=name, size=info.size, version=str(info.mtime_ns or ""))
+    return with_etag(there) if info.is_file else None
 
 
 def _bare(file: File, offset: int, kind: np.dtype[Any], count: int) -> list[Block[Any]]:
@@ -400,12 +408,19 @@ def _check_sequences(index: File, file: File, sizes: Numbers, pointers: Numbers,
 
 def _of_documents(index: File, sizes: Numbers, borders: Numbers) -> Lengths:
     """Return the tokens of each document; `borders` are the sequences at which they begin, and the end."""
-    is_right = len(borders) > 0 and borders[0] == 0 and borders[-1] == len(sizes)
     steps = np.diff(borders)
-    if not is_right or (steps < 0).any():
-        which = int(np.argmax(steps < 0)) if (steps < 0).any() else max(0, len(borders) - 2)
-        says = f"document {which} ends at sequence {int(borders[-1]) if len(borders) else 0} or before"
-        raise DataError(f"{index}: is damaged: {says}, and there are {len(sizes)} sequences")
+    says = ""
+    if not len(borders):
+        says = "it has no borders of documents"
+    elif borders[0]:
+        says = f"its first document begins at sequence {int(borders[0])}, not 0"
+    elif (steps < 0).any():
+        which = int(np.argmax(steps < 0))
+        says = f"document {which} begins at sequence {int(borders[which])} and ends at {int(borders[which + 1])}"
+    elif borders[-1] != len(sizes):
+        says = f"its last document ends at sequence {int(borders[-1])}, and there are {len(sizes)}"
+    if says:
+        raise DataError(f"{index}: is damaged: {says}")
     if (steps == 1).all():
         return sizes
     sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])

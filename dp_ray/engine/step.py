@@ -274,15 +274,16 @@ class Metrics:
         The weights are 0 if the loss is no number for each row or element, nor torch's loss of classes; and if it has
         several numbers a row, and the target has not these rows: then it may be of views, one behind the other.
         """
-        value, rows, dim = step_output.loss, shard.rows, self._batch_dim
+        value, rows = step_output.loss, shard.rows
         losses, weights = (value.losses, value.weights) if isinstance(value, ClassLosses) else (value, None)
         nothing = [Weighted(torch.zeros((), dtype=torch.float64), 0.0)] * len(mixture.names)
+        dim = 0 if isinstance(losses, torch.Tensor) and losses.ndim == 1 else self._batch_dim
         if not isinstance(losses, torch.Tensor) or losses.ndim <= dim or losses.shape[dim] % rows:
             return nothing
         target = step_output.target
         has_rows = isinstance(target, torch.Tensor) and target.ndim > dim and target.shape[dim] == rows
         # Flat losses of rows' elements are row by row. If the batch itself has several views of each row, who knows.
-        if losses.shape[dim] != rows and (dim or not has_rows):
+        if losses.shape[dim] != rows and (self._batch_dim or not has_rows):
             return nothing
         positions = np.asarray(shard.positions, np.int64) + shard.epoch * mixture.rows
         sources = torch.from_numpy(mixture.sources_at(positions)[0]).to(losses.device)

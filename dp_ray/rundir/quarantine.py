@@ -222,11 +222,11 @@ def merged_positions(run: Storage) -> list[int]:
 def still_missing(run: Storage, split: Split) -> list[BadRecord]:
     """Return the records in `quarantine.parquet` of the shards of a retried prediction that still have to run."""
     done, shards = Done(done_ranges(committed(run))), functools.cache(lambda step: split.worker(1, 0, step))
-    known = distinct(RecordFiles(run.child(QUARANTINE)).look().values())
+    known = set(positions_set_aside(run))  # not the samples: a mixture may have a row several times
     records = []
     for record in _merged(run):
         shard = next(shard for shard in shards(record["step"]) if shard.start <= record["position"] < shard.stop)
-        if shard not in done and _sample_of(record) not in known:
+        if shard not in done and record["position"] not in known:
             records.append(record)
     return records
 

@@ -124,10 +124,10 @@ def _changes(there: dict[str, str | None], here: dict[str, str]) -> list[str]:
     for file, before in there.items():
         if before is None or file not in here or before == here[file]:
             continue
-        size_before, size_now = before.partition(",")[0], here[file].partition(",")[0]
+        (size_before, _, version), (size_now, _, now) = before.partition(", "), here[file].partition(", ")
         if size_before != size_now:
             changed.append(f"{file} had {size_before}, has {size_now}")
-        else:
+        elif not version.isdecimal() or now.isdecimal():  # else the run kept the time of what has an ETag now
             changed.append(f"{file} was written again ({before}, now {here[file]})")
     return [*changed, *gone, *new]
 

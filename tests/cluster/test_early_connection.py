@@ -1,6 +1,8 @@
 """A connection to Ray that a thread makes while the command line imports torch."""
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from dp_ray.cli import main
 from dp_ray.cluster import connect, own, workers
-from dp_ray.cluster.connect import EarlyConnection, connected_early
+from dp_ray.cluster.connect import EarlyConnection, connected, connected_early
 from dp_ray.cluster.internals.quick_start import ForkServer
 from dp_ray.cluster.own import OwnWorkers
 from dp_ray.errors import ClusterError, JobError
@@ -45,6 +47,41 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def own_workers(early: EarlyConnection | None) -> OwnWorkers:
     return OwnWorkers("again", False, Console("job", quiet=True), early)
+
+
+def test_ctrl_c_while_it_ends_leaves_no_ray_that_is_still_ending() -> None:
+    """The next connection of the process would meet it, half closed."""
+    said: list[str] = []
+    main_thread = threading.get_ident()
+
+    @contextmanager
+    def connection() -> Iterator[None]:
+        yield
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        time.sleep(0.2)
+        said.append("disconnected")
+
+    early = EarlyConnection(connection)
+    early.start()
+    early.wait()
+    with pytest.raises(KeyboardInterrupt):
+        early.end()
+    assert said == ["disconnected"]
+
+
+def test_ctrl_c_while_ray_is_shut_down_comes_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a session closes: what is left of its Ray would live as long as the process."""
+    said: list[str] = []
+
+    def shut_down() -> None:
+        signal.raise_signal(signal.SIGINT)
+        said.append("shut down")
+
+    monkeypatch.setattr(connect, "_start_ray", lambda *_: None)
+    monkeypatch.setattr("ray.shutdown", shut_down)
+    with pytest.raises(KeyboardInterrupt), connected(KEYS, "there:1", False):
+        pass
+    assert said == ["shut down"]
 
 
 def test_own_workers_take_it_over_and_end_it(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

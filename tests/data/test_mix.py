@@ -151,6 +151,38 @@ def test_the_loss_by_source_is_there_where_rows_have_losses(
         assert row[f"loss_of_{name}"] == pytest.approx(losses[own].mean().item())
 
 
+def in_columns(items: list[Any]) -> Any:
+    inputs, targets = default_collate(items)
+    return inputs.T, targets
+
+
+def of_columns(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.T, target, reduction="none")
+
+
+class Columns(torch.nn.Module):
+    """A linear layer of columns: [6, rows] to [3, rows]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.weight @ inputs
+
+
+def test_a_loss_of_each_row_is_told_by_source_whatever_dimension_holds_the_rows(tmp_path: Path) -> None:
+    data = Mix({"a": Pairs(20), "b": Pairs(30)}, {"a": "1/3", "b": "2/3"}, {"rows": 14})
+    given = keys_of(storage=str(tmp_path), dataset=data, batch_size=14, shards=3)
+    (row,) = dp_ray.run(**{**given, "model": Columns, "loss": of_columns}, batch_dim=1, collate=in_columns).history
+    ids = MixtureOrder(data.mixture, shuffle=False).indices(0, 14).tolist()
+    inputs, targets = default_collate([data[number] for number in ids])
+    losses = of_rows((initial(Columns)(inputs.T)).T, targets)
+    for name in "ab":
+        own = torch.tensor([data.locate(number)[0] == name for number in ids])
+        assert row[f"loss_of_{name}"] == pytest.approx(losses[own].mean().item())
+
+
 @pytest.mark.parametrize("task", ["train", "evaluate"])
 def test_an_evaluation_tells_the_loss_by_source(task: str, tmp_path: Path) -> None:
     """Over 33 rows of a mixture in order, some without a label; source `none` has no row in them."""

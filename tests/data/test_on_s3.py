@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import re
 import signal
 import threading
 import uuid
@@ -109,6 +110,21 @@ def test_tokens_by_url_are_those_of_the_disk_and_keep_their_lengths_beside_them(
     assert Parquet(url).lengths("input_ids").tolist() == [len(document) for document in documents]
 
 
+def test_an_object_that_is_replaced_within_a_second_has_another_version(server: "Server", tmp_path: Path) -> None:
+    """The times of objects are in whole seconds; their ETags tell the contents, also of Megatron's index."""
+    write = FORMS["megatron"][1]
+    write(tmp_path / "a.bin", [[1, 2], [3]])
+    url = upload(server, tmp_path, "replaced")
+    first = Tokens(url).pins
+    write(tmp_path / "a.bin", [[1], [2, 4]])
+    upload(server, tmp_path, "replaced")
+    second = Tokens(url).pins
+    assert first.keys() == second.keys() and len(first) == 2
+    assert all(second[name] != pin and len(pin.partition(", ")[2]) == 32 for name, pin in first.items())
+    upload(server, tmp_path, "replaced")
+    assert Tokens(url).pins == second
+
+
 def test_keys_of_any_name_are_found_by_url(server: "Server", tmp_path: Path) -> None:
     """In a folder, by a glob and in a list, percent-encoded or not."""
     for number, name in enumerate(("a b.parquet", "ü+%.parquet", "_c.parquet")):
@@ -164,6 +180,23 @@ def test_a_resumed_run_refuses_files_that_changed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"its files changed since the run began: .*/part-1.parquet had \d+ byt"):
         dp_ray.run(**{**keys, "max_steps": 5})
     assert dp_ray.run(**{**keys, "max_steps": 5, "name": "other"}).total_steps == 5
+
+
+def test_a_run_that_has_kept_the_times_of_objects_goes_on(server: "Server", tmp_path: Path) -> None:
+    """As those of earlier versions have, which read no ETag; another size is another file."""
+    (tmp_path / "tables").mkdir()
+    tables.parquet(tmp_path / "tables")
+    url = upload(server, tmp_path / "tables", "with times")
+    keys = {**KEYS, "dataset": {"target": "dp_ray.data:Parquet", "args": {"paths": url}}}
+    keys |= {"storage": str(tmp_path), "name": "run", "task": "train", "target": "flag", "max_steps": 3}
+    keys |= {"loss": "tests.data.test_on_s3:loss", "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}}}
+    dp_ray.run(**keys)
+    kept = tmp_path / "run" / "files-of-dataset.json"
+    kept.write_text(re.sub(r"bytes, \w+", "bytes, 1795818428000000000", kept.read_text()))
+    assert dp_ray.run(**{**keys, "max_steps": 4}).total_steps == 4
+    kept.write_text(re.sub(r"\d+ bytes", "7 bytes", kept.read_text()))
+    with pytest.raises(DataError, match="its files changed since the run began"):
+        dp_ray.run(**{**keys, "max_steps": 5})
 
 
 def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

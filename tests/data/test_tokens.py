@@ -188,8 +188,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "negative": (broken(put("<i", LENGTHS + 4, -3)), r"a\.idx: is damaged: sequence 1, of -3 tokens"),
     "beyond": (broken(put("<i", LENGTHS + 8, 9)), r"a\.idx: is damaged: sequence 2, of 9 tokens, .*a\.bin has 6"),
     "pointer": (broken(put("<q", POINTERS + 8, 6)), r"a\.idx: is damaged: sequence 1, of 3 tokens, .* at token 3"),
-    "border": (broken(put("<q", BORDERS + 8, 3)), r"a\.idx: is damaged: document 1 ends at sequence"),
-    "last border": (broken(put("<q", BORDERS + 24, 7)), r"a\.idx: is damaged: document 2 ends at sequence 7"),
+    "border": (broken(put("<q", BORDERS + 8, 3)), r"a\.idx: is damaged: document 1 begins at sequence 3 and"),
+    "first border": (broken(put("<q", BORDERS, 1)), r"a\.idx: is damaged: its first document begins at"),
+    "last border": (broken(put("<q", BORDERS + 24, 7)), r"a\.idx: is damaged: its last document ends at sequence 7"),
+    "no borders": (broken(put("<Q", 26, 0)), r"a\.idx: is damaged: it has no borders of documents"),
     "longer": (
         lambda folder: (megatron(folder / "a.bin", [[1]]), (folder / "a.bin").write_bytes(b"abcd")),
         r"a\.idx: is damaged, or of another file: it has 1 tokens, and .*a\.bin 2",
@@ -277,6 +279,17 @@ def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"ab")
     with pytest.raises(DataError, match=r"a\.bin, tokens from 0 on: is damaged: has 2 bytes where it had 8"):
         dataset[0]
+
+
+def test_a_file_of_another_ending_is_not_taken_for_numbers(tmp_path: Path) -> None:
+    """A wildcard finds the index beside each file, too."""
+    megatron(tmp_path / "a.bin", [[1, 2], [3]])
+    (tmp_path / "a.txt").write_text("to be")
+    with pytest.raises(DataError, match=r"a\.idx: is an index, without tokens: name the \.bin beside it"):
+        Tokens(str(tmp_path / "a*"))
+    with pytest.raises(DataError, match=r"a\.txt: Tokens reads a file by its ending, which must be one of \.bin"):
+        Tokens(tmp_path / "a.txt")
+    assert len(Tokens(str(tmp_path / "*.bin"))) == len(Tokens(tmp_path)) == 2
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:

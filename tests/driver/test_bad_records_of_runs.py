@@ -188,6 +188,23 @@ def test_a_retry_that_fails_keeps_what_is_known_of_the_rest(tmp_path: Path, monk
     assert not (tmp_path / "run" / "before-retry.json").exists()
 
 
+def test_a_retry_that_fails_keeps_each_place_of_a_row_of_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails at row 4 of source `a`; by then row 1 of `b` has been read again in one of its six places."""
+    sources = {
+        name: {"target": "tests.support.bad_data:Broken", "args": {"length": length, "raises": [bad]}}
+        for name, length, bad in (("a", 18, 4), ("b", 3, 1))
+    }
+    args = {"sources": sources, "weights": {"a": "1/2", "b": "1/2"}, "stop": "all"}
+    dp_ray.run(**keys(tmp_path, task="predict", dataset={"target": "dp_ray.data:Mix", "args": args}))
+    before = quarantined(tmp_path / "run")
+    assert [row["source"] for row in before].count("b") == 6
+    with pytest.raises(SystemExit, match="1"):
+        retry(tmp_path, monkeypatch, "--set", "on_error.quarantine=1")
+    assert sorted(quarantined(tmp_path / "run"), key=lambda row: row["position"]) == before
+
+
 class Labelled(Broken):
     """Items with a label, to carry."""
 

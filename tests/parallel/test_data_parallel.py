@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -428,6 +428,31 @@ def test_ctrl_c_between_two_sends_leaves_nobody_waiting(
     assert_close(module.weight.grad, torch.full((3, 2), 9.0))
     wait_until(lambda: len(workers.serving.ready()) == 3)
     assert_close(parallel(module)(inputs), module(inputs))
+
+
+@pytest.mark.parametrize("wait", [2, 3])
+def test_ctrl_c_between_two_views_is_followed_by_a_call(
+    workers: SharedWorkers, monkeypatch: pytest.MonkeyPatch, wait: int
+) -> None:
+    """Where workers have left theirs, as after a loss: the driver waits for the next one, then for its members."""
+    module, inputs = nn.Linear(2, 3), torch.ones(9, 2)
+    model, serving, waits = parallel(module), cast(Any, workers.serving), iter(range(1, 4))
+    awaits = serving._await
+    model(inputs)
+
+    def interrupted(is_enough: Callable[[], bool]) -> None:
+        if next(waits) == wait:
+            raise KeyboardInterrupt
+        awaits(is_enough)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "_has_changed", True)
+        patch.setattr(serving, "_await", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs)
+    serving._has_changed = True  # as it was left: the patch has undone it
+    assert_close(model(inputs), module(inputs))
+    assert {one.rank for one in model.shapes} == {0, 1, 2}
 
 
 def test_graphs_are_dropped_with_their_outputs_and_with_their_backward(workers: SharedWorkers) -> None:

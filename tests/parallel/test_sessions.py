@@ -6,9 +6,10 @@ import pickle
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import ray
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -104,6 +105,20 @@ def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_
         with pytest.raises(ClusterError, match=r"started its Ray for dp_ray.DataParallel, which is open: close that"):
             dp_ray.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path), quiet=True)
     assert dp_ray.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path), quiet=True).status == "done"
+
+
+def test_ctrl_c_while_a_module_closes_leaves_no_ray(in_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing could end it later: the module is closed."""
+    model = dp_ray.DataParallel(nn.Linear(2, 3), 2, quiet=True)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cast(Any, model._exchange.workers.serving)._thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.close()
+    assert not ray.is_initialized()
 
 
 def test_a_module_that_asks_for_more_workers_has_all_start_anew(

@@ -76,7 +76,7 @@ class GlooServing:
     def ready(self) -> list[Process]:
         """Return the members, each lost one replaced, in one group."""
         if self._has_changed:  # who is gone is known before others wait for it
-            self._answers(dict.fromkeys(self.members, LeaveView()))
+            self._answers(dict.fromkeys(self.members, LeaveView(0)))
         while len(self.members) < self.keys.max_workers:
             here, there = FORKED.Pipe()
             process = new_process(_serve, there)
