@@ -363,7 +363,8 @@ def _look_at_index(file: File, index: File, dtype: str | None) -> TokenFile:
     _, version, code, sequences, ends = INDEX_HEAD.unpack(data[: INDEX_HEAD.size].tobytes())
     if version != 1 or code not in INDEX_KINDS:
         raise DataError(
-            f"{index}: version {version} with tokens of type {code} is not known; known are {INDEX_KINDS}"
+            f"{index}: version {version} with tokens of type {code} is not known; known is version 1, with the types "
+            f"{INDEX_KINDS}"
         )
     kind = np.dtype(INDEX_KINDS[code])
     if dtype is not None and np.dtype(dtype) != kind:

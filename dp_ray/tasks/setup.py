@@ -128,7 +128,7 @@ def _changes(there: dict[str, str | None], here: dict[str, str]) -> list[str]:
         if size_before != size_now:
             changed.append(f"{file} had {size_before}, has {size_now}")
         elif not version.isdecimal() or now.isdecimal():  # else the run kept the time of what has an ETag now
-            changed.append(f"{file} was written again ({before}, now {here[file]})")
+            changed.append(f"{file} was written again ({size_now}, as before)")
     return [*changed, *gone, *new]
 
 
