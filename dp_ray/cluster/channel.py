@@ -374,7 +374,8 @@ class Channel:
             while may_ask and membership.is_asking(member.name) and self._membership is membership:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
-                self._leave_silent_out(membership)
+                if self._membership is membership:  # else the job has ended, or all were started anew
+                    self._leave_silent_out(membership)
             is_in = self._membership is membership and membership.view.rank(member.name) is not None
             return membership.view if may_ask and is_in else None
 
@@ -436,6 +437,13 @@ class Channel:
         may_have_left = loss is not None and bool(loss.ranks) and len(ended) == len(membership.view.members)
         is_idle = membership.idle_views > VIEWS and not self._terms.serves
         return None if may_have_left or is_idle else loss
+
+    async def ranks(self, number: int, slots: tuple[int, ...]) -> dict[int, int]:
+        """Return the ranks of those in these slots that take part and were not lost before, by their slots."""
+        membership = self._membership if number == self._terms.number else None
+        if membership is None or not membership.view.number:
+            return {slot: slot for slot in slots if slot < self._terms.workers}
+        return membership.ranks(slots)
 
     async def silent(self, number: int, seconds: float) -> list[Member]:
         """Return the members that have given no sign for so many seconds; none if no job runs in views."""

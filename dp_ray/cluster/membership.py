@@ -221,6 +221,11 @@ class Membership:
         losses = self._losses_with_one() if lost else self.losses
         return Loss(ranks, losses, not self._excluded.isdisjoint(slots))
 
+    def ranks(self, slots: Collection[int]) -> dict[int, int]:
+        """Return the ranks of the view's members in these slots, by their slots, but for those that are gone."""
+        here = enumerate(self.view.members)
+        return {member.slot: rank for rank, member in here if member.slot in slots and member.name not in self._gone}
+
     def awaited(self) -> list[Member]:
         """Return the members without whose asking there is no next view."""
         return [each for each in self.view.members if each.name not in self._gone and each.name not in self._asking]
