@@ -243,7 +243,8 @@ class RestartPolicy:
     def _decide(self, failure: WorkersFailed | StartFailed) -> Restart:
         request, job = ray.get(self.channel.state.remote())
         self._look_at(job)
-        if self._goes_on(job, failure) and request.ask is not Ask.STOP:
+        stops = request.ask is Ask.STOP  # the others go on even so: what they hold is kept after a step
+        if self._goes_on(job, failure) and not (stops and job.needs_all):
             do = self._with_survivors(failure, job)
             if do is not None:
                 return do
@@ -335,9 +336,9 @@ class RestartPolicy:
         if now - self._looked < LOOK_SECONDS:
             return set()
         self._looked = now
-        job = ray.get(self.channel.state.remote())[1]
+        request, job = ray.get(self.channel.state.remote())
         self._look_at(job)
-        if self._failed_starts >= REPLACING_STARTS:
+        if self._failed_starts >= REPLACING_STARTS or request.ask is Ask.STOP:
             return set()
         out = draining_nodes() | set(job.avoided)
         there = nodes_that_answer(set(places.values()) - out - {""})
