@@ -54,7 +54,8 @@ class Interruption:
     why: str = ""
 
     def __str__(self) -> str:
-        where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
+        on = f" on {', '.join(self.nodes)}" if self.nodes else ""  # unknown of one that was lost as it began
+        where = f" (rank {', '.join(map(str, self.ranks))}{on})" if self.ranks else ""
         # For a driver's end `what` names the step that was next; most errors of user code, and hangs, name theirs.
         is_named = self.kind is IncidentKind.DRIVER or re.search(rf"\bstep {self.step}\b", self.what)
         when = "" if is_named else f", in step {self.step}"

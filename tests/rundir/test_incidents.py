@@ -1,5 +1,7 @@
 """What an interruption has cost is told by its level, and why it was not the one before."""
 
+from dataclasses import replace
+
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption, Level, read_interruption
 
 
@@ -41,3 +43,8 @@ def test_survivors_who_were_lost_before_they_went_on_have_cost_a_restart() -> No
     first, last = log.resumed(5, 4.0, "no worker that is left has the state").interruptions
     assert first.level == last.level == Level.RESTART
     assert first.resumption == last.resumption == "resumed from step 5 after 4.0 s, 2 steps again"
+
+
+def test_where_the_lost_one_was_is_told_if_it_is_known() -> None:
+    assert str(lost(7, 1)) == "worker: killed (rank 1 on 10.0.0.1), in step 7"
+    assert str(replace(lost(7, 1), nodes=())) == "worker: killed (rank 1), in step 7"
