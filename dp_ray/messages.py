@@ -239,7 +239,8 @@ class Interrupted:
     """The workers of an attempt are being replaced, as Ray Train's controller reports; `ranks` were lost.
 
     The driver turns `kind` WORKER into NODE or HANG where it finds so. By `level` only the lost ones are replaced;
-    `why` says why it is not the level before.
+    `why` says why it is not the level before. `step` is one that some worker had begun: those that
+    were lost may not have reported it.
     """
 
     kind: IncidentKind
@@ -247,6 +248,7 @@ class Interrupted:
     ranks: tuple[int, ...]
     level: Level = Level.RESTART
     why: str = ""
+    step: int = 0
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class Channel:
             if self._membership.is_gone(name):
                 return Ask.END
             self._heard[name] = time.monotonic()
-            self._membership.reach(progress_at(step))
+            self._membership.reach(progress_at(step), view)
             asked = self._membership.asks(view)
             if asked is Leave.NOW:
                 return Ask.LEAVE_NOW
@@ -374,7 +374,8 @@ class Channel:
             while may_ask and membership.is_asking(member.name) and self._membership is membership:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
-                self._leave_silent_out(membership)
+                if self._membership is membership:  # else the job has ended, or all were started anew
+                    self._leave_silent_out(membership)
             is_in = self._membership is membership and membership.view.rank(member.name) is not None
             return membership.view if may_ask and is_in else None
 
@@ -431,11 +432,19 @@ class Channel:
         if membership is None or not membership.view.number:
             lives = len(self._lost.union(slots)) < self._num_workers
             return Loss((), self._lost_early + 1 if number else 0) if lives else None
-        loss = membership.loss_of(slots)
-        ended = self._ended.get(_end_of(membership.view.number), ())
-        may_have_left = loss is not None and bool(loss.ranks) and len(ended) == len(membership.view.members)
+        loss, view = membership.loss_of(slots), membership.view.number
+        ended = _leave_of(view) if self._stops(view) else _end_of(view)
+        num_ended = len(self._ended.get(ended, ()))
+        may_have_left = loss is not None and bool(loss.ranks) and num_ended == len(membership.view.members)
         is_idle = membership.idle_views > VIEWS and not self._terms.serves
         return None if may_have_left or is_idle else loss
+
+    async def ranks(self, number: int, slots: tuple[int, ...]) -> dict[int, int]:
+        """Return the ranks of those in these slots that take part and were not lost before, by their slots."""
+        membership = self._membership if number == self._terms.number else None
+        if membership is None or not membership.view.number:
+            return {slot: slot for slot in slots if slot < self._terms.workers}
+        return membership.ranks(slots)
 
     async def silent(self, number: int, seconds: float) -> list[Member]:
         """Return the members that have given no sign for so many seconds; none if no job runs in views."""
@@ -478,8 +487,11 @@ class Channel:
         await self._break_if_waited_for(view, _end_of(view))
         if not await self.end(_leave_of(view), rank, world_size, True, view):
             return True
-        stops = view in self._saved and self._request.ask in (Ask.STOP, Ask.RESTART)
-        return self._rejoins.setdefault(view, not stops)
+        return self._rejoins.setdefault(view, not self._stops(view))
+
+    def _stops(self, view: int) -> bool:
+        """Return whether all of a view stop once they have left it: what rank 0 has kept is to go on from later."""
+        return view in self._saved and self._request.ask in (Ask.STOP, Ask.RESTART)
 
     async def through(self, view: int, rank: int, world_size: int) -> bool:
         """Wait until all of a view have done their task; return False if one of them was lost or has left before."""
@@ -557,4 +569,4 @@ def _told(left: Left) -> Any:
     from dp_ray.rundir.incidents import IncidentKind, Level
 
     kind = IncidentKind.PREEMPTION if left.is_planned else IncidentKind.WORKER
-    return Interrupted(kind, left.why, left.ranks, Level.MEMORY)
+    return Interrupted(kind, left.why, left.ranks, Level.MEMORY, step=left.step)

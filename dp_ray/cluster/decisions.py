@@ -360,19 +360,18 @@ def decide_restart(snapshot: Snapshot, now: float) -> RestartDecision:
             return RestartDecision(Restart.WAIT, RestartReason.DEATH_TO_COME, replace(memory, lost_peer_since=since))
     memory = replace(memory, lost_peer_since=None)
     if failure.died and not failure.ended and min(failure.died) >= (snapshot.num_workers or 0) > 0:
-        message = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), tuple(failure.died))
+        what = f"a worker that the job does not take was lost: {_each(failure.died.values())}"
+        message = Interrupted(IncidentKind.WORKER, what, ())
         return RestartDecision(Restart.RESTART, RestartReason.IDLE_DIED, memory, message)
-    return _after_run(failure, snapshot.request, memory)
+    return _after_run(failure, snapshot.request, memory, snapshot.num_workers or None)
 
 
-def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> RestartDecision:
+def _after_run(failure: WorkersFailed, request: Request, memory: Memory, num_workers: int | None) -> RestartDecision:
     """Decide by the first cause: a death explains its peers' errors; an error of user code explains lost peers."""
     if failure.died:
-        return _retry(
-            memory,
-            RestartReason.DIED,
-            Interrupted(IncidentKind.WORKER, _each(failure.died.values()), tuple(failure.died)),
-        )
+        ranks = tuple(rank for rank in failure.died if num_workers is None or rank < num_workers)
+        told = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), ranks)
+        return _retry(memory, RestartReason.DIED, told)
     for ending in (Ending.MISTAKEN, Ending.BROKEN_GPU, Ending.RAISED, Ending.OUT_OF_MEMORY):
         if raised := failure.of(ending):
             rank = min(raised)

@@ -15,14 +15,18 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TextIO
+
+BEGIN_SECONDS = 30  # from then on Ray sees that its raylet has ended
 
 
 class ForkRequest(NamedTuple):
     """A request of `forked_worker`: its own arguments, environment, working directory, blocked signals and files.
 
     `is_leader` says that it has a process group of its own, with which Ray ends what a worker has started.
+    `parent` is the process that has started it: the raylet.
     """
 
     arguments: list[str]
@@ -30,6 +34,7 @@ class ForkRequest(NamedTuple):
     folder: str
     blocked: list[int]
     is_leader: bool
+    parent: int
     files: list[int]
 
 
@@ -51,6 +56,7 @@ def main(listening: int, path: list[str], modules: list[str], light: Sequence[st
     if request is not None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         take_place(request)
+        threading.Thread(target=begin_with, args=(request.parent,), name="raylet", daemon=True).start()
         program = request.arguments[0]
         sys.path[:] = [os.path.dirname(program), *python_path(request.environment), *own_path]
         runpy.run_path(program, run_name="__main__")
@@ -116,8 +122,8 @@ def received(connection: socket.socket) -> ForkRequest:
     """Return the request that comes through a connection, to its end."""
     data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     with connection.makefile("rb") as rest:
-        arguments, environment, folder, blocked, is_leader = marshal.loads(data + rest.read())
-    return ForkRequest(arguments, environment, folder, blocked, is_leader, files)
+        arguments, environment, folder, blocked, is_leader, parent = marshal.loads(data + rest.read())
+    return ForkRequest(arguments, environment, folder, blocked, is_leader, parent, files)
 
 
 def python_path(environment: Mapping[str, str]) -> list[str]:
@@ -137,6 +143,21 @@ def take_place(request: ForkRequest) -> None:
     os.chdir(request.folder)
     sys.argv = request.arguments
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+
+
+def begin_with(parent: int) -> None:
+    """End this process if the raylet ends while it begins: Ray itself tries for half a minute to reach a cluster."""
+    try:
+        raylet = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # of an old kernel
+        return
+    waiting = select.poll()
+    waiting.register(raylet, select.POLLIN)
+    if waiting.poll(1000 * BEGIN_SECONDS):
+        os._exit(1)
+    os.close(raylet)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def process_group(
     }
     with environment({name: str(value) for name, value in places.items()}):
         with _group_errors():
-            form_group(backend, store, world, step_seconds)
+            form_group(backend, store, world, step_seconds, timeout if view else None)
         yield
 
 

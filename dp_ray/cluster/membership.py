@@ -66,12 +66,14 @@ class Loss:
 class Left:
     """Members that take part no more, which is told once: their ranks in the view that they leave, and why.
 
-    They were lost or excluded, or `is_planned`: they leave after a step, since their nodes are taken away.
+    They were lost or excluded, or `is_planned`: they leave after a step, since their nodes are taken away. `step` is
+    the last one of the view that was known to have begun.
     """
 
     ranks: tuple[int, ...]
     why: str
     is_planned: bool = False
+    step: int = field(default=0, compare=False)
 
 
 class Phase(Enum):
@@ -113,6 +115,7 @@ class Membership:
     _drained: Mapping[str, str] = field(default_factory=dict)  # why nodes will be taken away, by their ids
     _left: tuple[Left, ...] = ()  # since the last `take_left`
     progress: int = -1  # the most that a worker is known to have finished
+    _in_view: int = -1  # the same in this view, which may repeat steps
     idle_views: int = 0  # made since a step was finished
     _settled_at: int = -1  # the progress when a view was last made
     _has_lost: bool = False  # whether the view has lost a member
@@ -127,8 +130,8 @@ class Membership:
         before = {each.name for each in self._known() if each.slot == member.slot} - {member.name}
         self._leave_out(before, "another process is in its place")
         self._excluded -= {member.slot}
-        self.reach(progress)
         is_newcomer = self.view.rank(member.name) is None
+        self.reach(progress, 0 if is_newcomer else self.view.number)
         if is_newcomer and member.node_id in self._drained and self.view.members:
             return False
         self._asking[member.name], self._finished[member.name] = member, progress
@@ -153,9 +156,11 @@ class Membership:
         left, self._left = self._left, ()
         return left
 
-    def reach(self, progress: int) -> None:
-        """Take in that a worker has finished so much."""
+    def reach(self, progress: int, view: int = 0) -> None:
+        """Take in that a worker has finished so much, in the view of this number if it is in one."""
         self.progress = max(self.progress, progress)
+        if view == self.view.number:
+            self._in_view = max(self._in_view, progress)
 
     def drain(self, node_ids: Collection[str], why: str = "") -> None:
         """Have the members on these nodes leave after a step, for good; the others go on, if there are any."""
@@ -187,7 +192,7 @@ class Membership:
         self._gone |= leaving
         self._asking = {name: each for name, each in self._asking.items() if name not in leaving}
         if ranks:
-            self._left += (Left(ranks, why, is_planned),)
+            self._left += (Left(ranks, why, is_planned, max(0, self._in_view + 1) // 2),)
         return ranks
 
     def _losses_with_one(self) -> int:
@@ -221,6 +226,11 @@ class Membership:
         losses = self._losses_with_one() if lost else self.losses
         return Loss(ranks, losses, not self._excluded.isdisjoint(slots))
 
+    def ranks(self, slots: Collection[int]) -> dict[int, int]:
+        """Return the ranks of the view's members in these slots, by their slots, but for those that are gone."""
+        here = enumerate(self.view.members)
+        return {member.slot: rank for rank, member in here if member.slot in slots and member.name not in self._gone}
+
     def awaited(self) -> list[Member]:
         """Return the members without whose asking there is no next view."""
         return [each for each in self.view.members if each.name not in self._gone and each.name not in self._asking]
@@ -249,7 +259,7 @@ class Membership:
         self.view, self._asking, self._finished = View(number, tuple(members)), {}, {}
         self.phase = Phase.PLANNED if self.drained() else Phase.SETTLED
         self.idle_views = 0 if self.progress > self._settled_at else self.idle_views + 1
-        self._settled_at, self._has_lost = self.progress, False
+        self._settled_at, self._has_lost, self._in_view = self.progress, False, -1
         return self.view
 
     def asks(self, number: int) -> Leave:

@@ -223,7 +223,7 @@ class RestartPolicy:
     """Decides whether failed workers are restarted; it remembers a job's failures, and reports to the driver."""
 
     channel: Any
-    keeps_idle: bool = False  # where no job runs, lost workers are replaced alone
+    keeps_idle: bool = False  # lost workers that no job takes are replaced alone
     _job: Terms = IDLE
     _memory: Memory = field(default_factory=lambda: Memory(IDLE.retries))
     _last: Restart | None = None  # its last decision
@@ -243,7 +243,8 @@ class RestartPolicy:
     def _decide(self, failure: WorkersFailed | StartFailed) -> Restart:
         request, job = ray.get(self.channel.state.remote())
         self._look_at(job)
-        if self._goes_on(job) and request.ask is not Ask.STOP:
+        stops = request.ask is Ask.STOP  # the others go on even so: what they hold is kept after a step
+        if self._goes_on(job, failure) and not (stops and job.needs_all):
             do = self._with_survivors(failure, job)
             if do is not None:
                 return do
@@ -256,13 +257,23 @@ class RestartPolicy:
             self._memory = replace(self._memory, has_restarted=True)
         message = decision.message
         if job.goes_on and isinstance(message, Interrupted):
-            message = replace(message, why=why_all_restart(failure))
+            ranks = tuple(sorted(self._ranks(job, message.ranks).values()))
+            message = replace(message, why=why_all_restart(failure), ranks=ranks)
         if message is not None:
             send(self.channel, message)
         if decision.do is Restart.GIVE_UP and job.number and not job.serves and isinstance(failure, WorkersFailed):
-            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(failure.died))))
+            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(self._died(job, failure)))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
+
+    def _ranks(self, job: Terms, slots: Collection[int]) -> dict[int, int]:
+        """Return the job's ranks of workers that failed, by Ray Train's ranks; one that took no part has none."""
+        found: dict[int, int] = ray.get(self.channel.ranks.remote(job.number, tuple(slots)))
+        return found
+
+    def _died(self, job: Terms, failure: WorkersFailed) -> dict[int, str]:
+        ranks = self._ranks(job, failure.died)
+        return {rank: failure.died[slot] for slot, rank in ranks.items()} or dict(failure.died)
 
     def _look_at(self, job: Terms) -> None:
         if job.number != self._job.number:
@@ -272,10 +283,16 @@ class RestartPolicy:
     def on_more(self, failure: WorkersFailed | StartFailed) -> Restart | None:
         """Take in all failures that are known by now, before the failed workers are replaced."""
         job = ray.get(self.channel.state.remote())[1]
-        return self._with_survivors(failure, job) if self._goes_on(job) else None
+        return self._with_survivors(failure, job) if self._goes_on(job, failure) else None
 
-    def _goes_on(self, job: Terms) -> bool:
-        return job.goes_on if job.number else self.keeps_idle
+    def _goes_on(self, job: Terms, failure: WorkersFailed | StartFailed) -> bool:
+        """Return whether the others go on, or the job does not take those that failed."""
+        return job.goes_on or (self.keeps_idle and (not job.number or self._takes_no_part(failure, job)))
+
+    def _takes_no_part(self, failure: WorkersFailed | StartFailed, job: Terms) -> bool:
+        if isinstance(failure, StartFailed):
+            return self._last is Restart.REPLACE
+        return not failure.ended and min(failure.died, default=0) >= job.workers > 0
 
     def _with_survivors(self, failure: WorkersFailed | StartFailed, job: Terms) -> Restart | None:
         """Replace lost workers alone, and tell the driver; None if all are to start again, or the job is given up."""
@@ -289,7 +306,8 @@ class RestartPolicy:
         loss = ray.get(self.channel.survey.remote(job.number, (*failure.died, *failure.ended)))
         if loss is None:
             return None
-        if loss.losses > job.retries and not job.serves:  # a call that ends its workers ends itself, after some tries
+        # A call that ends its workers ends itself, after some tries; those that took no part cost the job nothing.
+        if job.goes_on and loss.losses > job.retries and not job.serves:
             self._memory = replace(self._memory, retries=0)
             return None
         go_on_without(self.channel, job, failure)
@@ -318,9 +336,9 @@ class RestartPolicy:
         if now - self._looked < LOOK_SECONDS:
             return set()
         self._looked = now
-        job = ray.get(self.channel.state.remote())[1]
+        request, job = ray.get(self.channel.state.remote())
         self._look_at(job)
-        if self._failed_starts >= REPLACING_STARTS:
+        if self._failed_starts >= REPLACING_STARTS or request.ask is Ask.STOP:
             return set()
         out = draining_nodes() | set(job.avoided)
         there = nodes_that_answer(set(places.values()) - out - {""})

@@ -75,6 +75,9 @@ _store: Any = None  # through which further groups form
 _backend = ""
 _num_groups = 0
 _timeout = TIMEOUT  # of the collectives
+_within: timedelta | None = (
+    None  # how long a group may take to form once all have come, None: as long as a collective
+)
 _sockets: dict[int, int] = {}  # of the groups that were formed
 
 
@@ -99,13 +102,21 @@ def begin_sum(tensor: torch.Tensor) -> dist.Work:
     return _everyone.allreduce([tensor])
 
 
-def form_group(backend: str, store: Any, world: World, step_seconds: float | None = 0.0) -> None:
+def form_group(
+    backend: str,
+    store: Any,
+    world: World,
+    step_seconds: float | None = 0.0,
+    within: timedelta | None = None,
+) -> None:
     """Form the group of the workers that have the store open, and leave the user's code a world of its own.
 
     A collective waits for peers twice as long as a step may take, which is `step_seconds`, None for no limit: what
     hangs is found before that, and named. The store waits as long from then on: a collective may need it.
+    Where workers may be lost meanwhile, this group and later ones form `within` a shorter time, or not at all.
     """
-    global _everyone, _store, _backend, _timeout
+    global _everyone, _store, _backend, _timeout, _within
+    _within = within
     _timeout = NO_TIMEOUT if step_seconds is None else max(TIMEOUT, timedelta(seconds=2 * step_seconds))
     # NCCL keeps its flight recorder in the first group of a process.
     _everyone = _made(backend, store, world.rank, world.world_size, "all", bound_gpu(backend, world))
@@ -117,7 +128,10 @@ def form_group(backend: str, store: Any, world: World, step_seconds: float | Non
 def _made(
     backend: str, store: Any, rank: int, size: int, describes: str, gpu: torch.device | None = None
 ) -> dist.ProcessGroup:
-    """Make a group beside torch's default one; torch's own `new_group` only makes parts of that."""
+    """Make a group beside torch's default one; torch's own `new_group` only makes parts of that.
+
+    Where a peer dies once it has said where it is found, gloo waits for its connection as long as for a collective.
+    """
     global _num_groups
     _num_groups += 1
     group: dist.ProcessGroup
@@ -129,10 +143,12 @@ def _made(
         dist.Backend(backend),
         store,
         cast("distributed_c10d.GroupName", f"dp_ray-{_num_groups}"),
-        timeout=_timeout,
+        timeout=_within or _timeout,
         device_id=gpu,
         group_desc=describes,
     )
+    if _within is not None:
+        distributed_c10d._set_pg_timeout(_timeout, group)
     _sockets.update(open_sockets().items() - before.items())
     # As of a default group: a rank in it is a rank of the world.
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
@@ -179,8 +195,8 @@ def cut_groups() -> None:
 
 def leave_group() -> None:
     """Destroy all groups that were formed, the user's too."""
-    global _everyone, _store, _num_groups
-    _everyone, _store, _num_groups = None, None, 0
+    global _everyone, _store, _num_groups, _within
+    _everyone, _store, _num_groups, _within = None, None, 0, None
     _sockets.clear()
     if "torch.distributed.tensor" in sys.modules:  # torch remembers sharded tensors, and these their group
         from torch.distributed.tensor import debug
@@ -237,6 +253,8 @@ def new_group(backend: str | None = None) -> dist.ProcessGroup:
     assert _everyone is not None
     backend = backend or _backend
     gpu = _everyone.bound_device_id if "nccl" in backend else None
+    if _within is not None:
+        begin_sum(torch.zeros(1)).wait()  # so that all have come, and a loss is heard of as in any collective
     return _made(backend, _store, _everyone.rank(), _everyone.size(), "all", gpu)
 
 

@@ -85,7 +85,10 @@ class Monitor:
         self.shards_found: int | None = None  # by `shards: auto`
         self.faults_injected: set[str] = set()
         self.stopped_early: messages.StoppedEarly | None = None  # why a training ended before its last step
-        self._split = split
+        self._split, self._trains = split, job.task == "train"
+        self._step = (
+            log.interruptions[-1].step if log.interruptions else 0
+        )  # that runs in the newest attempt, or ran last in the one before
         self._through: dict[int, int] = {}  # the last step that each worker of the attempt has finished, by rank
         self._reports = ReportTables(storage, split.total_steps) if storage else None
         self._must_keep = False
@@ -135,6 +138,7 @@ class Monitor:
                 if self.attempts.is_first_step(attempt):
                     self._numerics.begin(attempt, step)
                     self.progress.run(step)
+                    self._step = step
                     self.incidents.resume(step, why)
             case messages.Beat(attempt=attempt):
                 if self.attempts.is_current(attempt):
@@ -163,7 +167,10 @@ class Monitor:
         lost, hung = self.attempts.workers(message.ranks), self._hangs.end(message.ranks, survives)
         self.attempts.interrupt()
         self.failed = None  # the next attempt may succeed
-        by = attempts.interruption_of(message, lost, hung, self.progress.step, self._nodes)
+        self._advance()  # by reports that came with the message
+        if self._trains:  # else workers are not equally far
+            self._step = max(self._step, message.step)
+        by = attempts.interruption_of(message, lost, hung, self._step, self._nodes)
         self.incidents.interrupt(by)
 
     def _ended_by_nccl(self, ranks: tuple[int, ...]) -> set[int]:
@@ -226,8 +233,9 @@ class Monitor:
 
     def _advance(self) -> None:
         done, before = 1 + min(self._through.values(), default=-1), self.progress.step
+        if done > self._step:
+            self._step, self.incidents.advanced_at = done, time.monotonic()
         if done > before:  # else a later attempt repeats steps
-            self.incidents.advanced_at = time.monotonic()
             self.progress.advance(done, self._split.rows_of(done) - self._split.rows_of(before))
             if self._shape_lines:
                 self._shape_lines.print(done)
@@ -235,10 +243,12 @@ class Monitor:
     def ask_to_stop(self, by: str) -> bool:
         """Ask the run to stop after its current step and keep it; return whether it will.
 
-        It cannot before the first step, during an interruption, in an evaluation, which keeps nothing, or if it was
-        asked before. A signal handler calls this.
+        It cannot before the first step, while all workers start again, in an evaluation, which keeps nothing, or if
+        it was asked before. A signal handler calls this.
         """
-        runs_a_step = self.attempts.runs_a_step and not self.incidents.log.is_interrupted
+        log = self.incidents.log
+        waits = log.is_interrupted and not log.interruptions[-1].survives  # what survivors hold is to be kept
+        runs_a_step = self.attempts.runs_a_step and not waits
         return self.planned_stop.ask(self._nodes, runs_a_step, by)
 
     def close(self) -> None:

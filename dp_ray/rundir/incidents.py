@@ -54,7 +54,8 @@ class Interruption:
     why: str = ""
 
     def __str__(self) -> str:
-        where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
+        on = f" on {', '.join(self.nodes)}" if self.nodes else ""  # unknown of one that was lost as it began
+        where = f" (rank {', '.join(map(str, self.ranks))}{on})" if self.ranks else ""
         # For a driver's end `what` names the step that was next; most errors of user code, and hangs, name theirs.
         is_named = self.kind is IncidentKind.DRIVER or re.search(rf"\bstep {self.step}\b", self.what)
         when = "" if is_named else f", in step {self.step}"
@@ -115,17 +116,17 @@ class IncidentLog:
     def resumed(self, step: int, seconds: float | None, why: str = "") -> "IncidentLog":
         """Return the log after the run has resumed from `step`, `seconds` after the last finished step.
 
-        If survivors read a checkpoint, `why` says why. Those of several losses go on together.
+        If survivors read a checkpoint, `why` says why. Those of several losses go on together, or all start again.
         """
-        first = len(self.interruptions) - 1
+        first, last = len(self.interruptions) - 1, self.interruptions[-1]
         while first and (before := self.interruptions[first - 1]).resumed_step is None and before.survives:
             first -= 1
         over = []
         for earlier in self.interruptions[first:]:
-            level = Level.CHECKPOINT if why and earlier.survives else earlier.level
+            level = Level.CHECKPOINT if why and last.survives else last.level
             # More steps may be kept than the workers had reported.
             most = max(earlier.step, step)
-            told = why if earlier.survives else earlier.why
+            told = why if last.survives else last.why
             over.append(replace(earlier, step=most, resumed_step=step, seconds=seconds, level=level, why=told))
         return replace(self, interruptions=(*self.interruptions[:first], *over))
 

@@ -338,6 +338,50 @@ def test_a_real_loss_is_told_as_one(how: str, says: str) -> None:
     assert re.search(says, line), line
 
 
+class Dying(dist.Store):  # type: ignore[misc, name-defined]
+    """A store whose process dies as soon as it has said where it is found, before others connect to it."""
+
+    def __init__(self, store: TCPStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def wait(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forms_without_its_peer(rank: int, port: int, is_later: bool) -> None:
+    """Rank 1 dies while the group forms, or a later one; rank 0 prints how long it has waited."""
+    store: Any = TCPStore(LOCALHOST, port)
+    within = timedelta(seconds=1)
+    if is_later:
+        form_group("gloo", store, World(rank, 2), within=within)
+        time.sleep(2 * rank)  # it may come later than that
+        assert everyone()._get_backend(torch.device("cpu")).options._timeout == world.TIMEOUT  # type: ignore[union-attr]
+        world._store = Dying(store) if rank else store
+    began = time.monotonic()
+    try:
+        if is_later:
+            new_group()
+        else:
+            form_group("gloo", Dying(store) if rank else store, World(rank, 2), within=within)
+        dist.all_reduce(torch.ones(1), group=everyone())  # gloo may have found where it was
+    except RuntimeError as error:
+        failed = failed_collective(error)
+        print(json.dumps([failed and failed.cause.name, time.monotonic() - began]), flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_peer_that_dies_while_a_group_forms_is_soon_told_as_lost(is_later: bool) -> None:
+    """gloo waits for its connection, and there is none that could be cut."""
+    ended = run_in_a_group(forms_without_its_peer, is_later)
+    cause, seconds = json.loads(ended.stdout)
+    assert cause in ("LOST_PEER", "UNKNOWN") and seconds < 30
+
+
 def comes_late(rank: int, port: int) -> None:
     """Rank 1 builds its dataset for longer than the store waits for a worker that has not come to form the group."""
     store = TCPStore(LOCALHOST, port, timeout=timedelta(seconds=1))

@@ -111,6 +111,34 @@ def test_a_killed_server_leaves_no_process(short_path: Path) -> None:
         assert within(SECONDS, lambda: not Path(f"/proc/{helper}").exists())
 
 
+RAYLET = """
+import subprocess, sys
+subprocess.run([sys.executable, *sys.argv[1:]], check=True)
+print("forked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_worker_whose_raylet_ends_while_it_begins_ends_too(short_path: Path) -> None:
+    """Ray's own program would try for half a minute to reach the cluster that is gone."""
+    (short_path / "go").touch()
+    with serving(short_path, num_light=0) as (server, _):
+        (short_path / "program.py").write_text(
+            "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+        )
+        given = {forked_worker.SERVER: str(server), forked_worker.DEFAULT_WORKER: str(short_path / "program.py")}
+        line = [sys.executable, "-c", RAYLET, forked_worker.__file__, str(short_path / "pid")]
+        with subprocess.Popen(
+            line, env={**os.environ, **given}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as raylet:
+            assert raylet.stdout is not None and raylet.stdout.readline() == b"forked\n"
+            worker = int(told(short_path, "pid"))
+            alive = Path(f"/proc/{worker}")
+            assert alive.exists()
+            raylet.kill()
+        assert within(20, lambda: not alive.exists())
+
+
 def test_what_starts_first_imports_neither_torch_nor_ray() -> None:
     code = f"import importlib, sys\nfor name in {quick_start.LIGHT!r}: importlib.import_module(name)\n"
     code += "assert not {'torch', 'ray'} & sys.modules.keys()"

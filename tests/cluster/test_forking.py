@@ -137,7 +137,7 @@ def test_who_is_killed_while_he_asks_ends_no_server(program: Path, tmp_path: Pat
             silent.connect(str(server))
         with socket.socket(socket.AF_UNIX) as leaving:
             leaving.connect(str(server))
-            request = marshal.dumps(([str(program)], {}, str(tmp_path), [], False))
+            request = marshal.dumps(([str(program)], {}, str(tmp_path), [], False, 1))
             with open(os.devnull, "r+b") as nowhere:
                 socket.send_fds(leaving, [request], [nowhere.fileno()] * 3)
         said, _ = asked_at_last(server, program, tmp_path)

@@ -161,6 +161,24 @@ def test_workers_that_were_all_started_anew_begin_anew_and_the_old_ones_are_out(
     played(play())
 
 
+@pytest.mark.parametrize("ends", ["all started anew", "another job"])
+def test_who_waited_in_vain_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """The call of a worker that was killed while it waited goes on in the channel."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+
+    async def play() -> None:
+        channel = await begun()
+        old = await soon(asks(channel, A, 4, lost=True))
+        if ends == "another job":
+            await channel.begin(Terms(2, 3, goes_on=True), ["job"])
+        else:
+            assert await channel.ask(1, "later", Member("x", 0), -1, False, 1) is not None
+        assert await old is None
+        assert await told(channel) == []
+
+    played(play())
+
+
 def test_a_member_without_a_sign_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
 

@@ -36,8 +36,8 @@ from dp_ray.monitor import attempts, console, in_process, watchdog
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.monitor import Monitor, listening
-from dp_ray.plan.split import Shard
-from dp_ray.rundir.incidents import IncidentKind
+from dp_ray.plan.split import Shard, Split
+from dp_ray.rundir.incidents import IncidentKind, Level
 from dp_ray.telemetry.shapes import Recorder
 from tests.support.builders import attempts_of, monitor_of
 from tests.support.within import within
@@ -156,6 +156,13 @@ def test_a_stop_can_be_asked_for_once_and_only_while_steps_are_run(capsys: pytes
     for message in (ready("b", 0), ready("b", 1), Started("b", 0, 0)):
         monitor.take(message)
     assert [monitor.ask_to_stop("SIGINT"), monitor.ask_to_stop("SIGINT")] == [True, False]
+    monitor.close()
+
+
+def test_survivors_are_asked_to_stop_since_what_they_hold_may_be_in_no_checkpoint() -> None:
+    monitor = monitor_of(ready("a", 0), ready("a", 1), Started("a", 0, 0), quiet=True)
+    monitor.take(Interrupted(IncidentKind.WORKER, "killed", (1,), Level.MEMORY))
+    assert monitor.ask_to_stop("SIGINT")
     monitor.close()
 
 
@@ -403,6 +410,32 @@ def test_a_superseded_worker_that_starts_to_step_is_not_watched(clock: Clock) ->
     clock.now += 1000
     monitor.tick()
     assert nodes.killed == [1]
+
+
+@pytest.mark.parametrize("reports", ["before", "with the loss", "never"])
+def test_an_interruption_names_the_step_of_its_own_attempt_whatever_ran_before(reports: str) -> None:
+    """Steps run again from a checkpoint, and a worker is lost in one of them; its last reports may be too."""
+    lost = Interrupted(IncidentKind.WORKER, "killed", (1,), Level.CHECKPOINT, step=4 if reports == "never" else 0)
+    job = {"task": "train", "loss": "a:d", "optimizer": "a:e"}
+    monitor = monitor_of(*workers_of("a"), Started("a", 0, 0), job=job, split=Split(200, 10, 2))
+    for message in [*reported("a", 0, 9), *reported("a", 1, 9)]:
+        monitor.take(message)
+    monitor.tick()
+    monitor.take(lost)
+    for message in [*workers_of("b"), Started("b", 0, 2)]:
+        monitor.take(message)
+    if reports != "never":
+        for message in [*reported("b", 0, 4), *reported("b", 1, 4)]:
+            monitor.take(message)
+        if reports == "before":
+            monitor.tick()
+    monitor.take(lost)
+    for message in [*workers_of("c"), Started("c", 0, 2)]:
+        monitor.take(message)
+    log = monitor.incidents.log.interruptions
+    assert [(each.step, each.resumed_step) for each in log] == [(9, 2), (4, 2)]
+    assert monitor.progress.step == 9
+    assert log[1].resumption.endswith("2 steps again")
 
 
 def test_a_worker_lost_with_its_node_is_told_as_the_nodes_end() -> None:

@@ -1,5 +1,7 @@
 """What an interruption has cost is told by its level, and why it was not the one before."""
 
+from dataclasses import replace
+
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption, Level, read_interruption
 
 
@@ -34,3 +36,15 @@ def test_several_losses_in_a_row_end_together_but_a_restart_before_them_does_not
 def test_workers_that_were_all_started_again_stay_told_as_such() -> None:
     (told,) = IncidentLog().interrupted(lost(7, 1, Level.RESTART)).resumed(5, 4.0, "loop").interruptions
     assert (told.level, told.why) == (Level.RESTART, "") and "level" not in told.to_json()
+
+
+def test_survivors_who_were_lost_before_they_went_on_have_cost_a_restart() -> None:
+    log = IncidentLog().interrupted(lost(7, 1)).interrupted(lost(7, 0, Level.RESTART))
+    first, last = log.resumed(5, 4.0, "no worker that is left has the state").interruptions
+    assert first.level == last.level == Level.RESTART
+    assert first.resumption == last.resumption == "resumed from step 5 after 4.0 s, 2 steps again"
+
+
+def test_where_the_lost_one_was_is_told_if_it_is_known() -> None:
+    assert str(lost(7, 1)) == "worker: killed (rank 1 on 10.0.0.1), in step 7"
+    assert str(replace(lost(7, 1), nodes=())) == "worker: killed (rank 1), in step 7"

@@ -26,7 +26,7 @@ def is_forked(server: str, arguments: list[str]) -> bool:
     """Whether the server has forked a worker with these arguments, and with what else this process was given."""
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     is_leader = os.getpgid(0) == os.getpid()
-    request = marshal.dumps((arguments, dict(os.environ), os.getcwd(), blocked, is_leader))
+    request = marshal.dumps((arguments, dict(os.environ), os.getcwd(), blocked, is_leader, os.getppid()))
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(server)
