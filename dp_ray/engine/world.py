@@ -75,9 +75,8 @@ _store: Any = None  # through which further groups form
 _backend = ""
 _num_groups = 0
 _timeout = TIMEOUT  # of the collectives
-_within: timedelta | None = (
-    None  # how long a group may take to form once all have come, None: as long as a collective
-)
+# How long a group may take to form once all have come; None: as long as a collective.
+_within: timedelta | None = None
 _sockets: dict[int, int] = {}  # of the groups that were formed
 
 

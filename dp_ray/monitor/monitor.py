@@ -86,9 +86,8 @@ class Monitor:
         self.faults_injected: set[str] = set()
         self.stopped_early: messages.StoppedEarly | None = None  # why a training ended before its last step
         self._split, self._trains = split, job.task == "train"
-        self._step = (
-            log.interruptions[-1].step if log.interruptions else 0
-        )  # that runs in the newest attempt, or ran last in the one before
+        # That runs in the newest attempt, or ran last in the one before.
+        self._step = log.interruptions[-1].step if log.interruptions else 0
         self._through: dict[int, int] = {}  # the last step that each worker of the attempt has finished, by rank
         self._reports = ReportTables(storage, split.total_steps) if storage else None
         self._must_keep = False
