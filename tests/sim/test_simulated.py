@@ -29,7 +29,7 @@ from tests.sim.mutants import FUNCTIONS, METHODS, MUTANTS, NO_ORDER
 from tests.support.cluster import ROOT
 from tests.support.group import history_of, weights_of
 
-SIZES = [1, 3]
+SIZES = [1, 2, 3]  # two sum as a pair
 Sets = Callable[[int], Set]
 on_each_number = pytest.mark.parametrize("size", SIZES)
 with_each_job = pytest.mark.parametrize("name", JOBS)
