@@ -527,6 +527,11 @@ def progress_at(step: int) -> int:
     return 2 * step - 1
 
 
+def step_at(progress: int) -> int:
+    """Return the step that is run by a worker of so much progress."""
+    return max(0, progress + 1) // 2
+
+
 def _end_of(view: int) -> str:
     return f"view {view}"
 
@@ -569,4 +574,4 @@ def _told(left: Left) -> Any:
     from dp_ray.rundir.incidents import IncidentKind, Level
 
     kind = IncidentKind.PREEMPTION if left.is_planned else IncidentKind.WORKER
-    return Interrupted(kind, left.why, left.ranks, Level.MEMORY, step=left.step)
+    return Interrupted(kind, left.why, left.ranks, Level.MEMORY, step=step_at(left.progress))

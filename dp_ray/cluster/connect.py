@@ -76,10 +76,11 @@ class EarlyConnection(threading.Thread):
 
         After a `join` that Ctrl-C has ended, Python takes the thread for one that has ended, so that waits for none.
         """
-        self._ends.set()
         try:
+            self._ends.set()
             self._has_ended.wait()
         except BaseException:
+            self._ends.set()  # it may have come before that
             self._has_ended.wait(END_SECONDS)
             raise
 

@@ -66,14 +66,14 @@ class Loss:
 class Left:
     """Members that take part no more, which is told once: their ranks in the view that they leave, and why.
 
-    They were lost or excluded, or `is_planned`: they leave after a step, since their nodes are taken away. `step` is
-    the last one of the view that was known to have begun.
+    They were lost or excluded, or `is_planned`: they leave after a step, since their nodes are taken away.
+    `progress` is the most that a worker was known to have finished in the view.
     """
 
     ranks: tuple[int, ...]
     why: str
     is_planned: bool = False
-    step: int = field(default=0, compare=False)
+    progress: int = field(default=-1, compare=False)
 
 
 class Phase(Enum):
@@ -192,7 +192,7 @@ class Membership:
         self._gone |= leaving
         self._asking = {name: each for name, each in self._asking.items() if name not in leaving}
         if ranks:
-            self._left += (Left(ranks, why, is_planned, max(0, self._in_view + 1) // 2),)
+            self._left += (Left(ranks, why, is_planned, self._in_view),)
         return ranks
 
     def _losses_with_one(self) -> int:

@@ -30,10 +30,6 @@ INDEX_MAGIC, INDEX_HEAD = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")  # of Megatro
 INDEX_KINDS = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 HEADS = {20240520: "uint16", 20240801: "uint32"}  # the first number of llm.c's files, and the type of their tokens
 HEAD_BYTES = 1024  # of these
-ENDINGS = (".bin", ".npy", *Arrow.SUFFIXES, *Parquet.SUFFIXES)
-OTHER_ENDING = (
-    f"Tokens reads a file by its ending, which must be one of {listed(ENDINGS)}; rename it, or leave it out"
-)
 
 
 class Bare(NamedTuple):
@@ -75,7 +71,7 @@ class Tokens(Blocks[Any]):
     {'input_ids': tensor([5, 6]), 'labels': tensor([6, 7])}
     """
 
-    SUFFIXES = ENDINGS
+    SUFFIXES = (".bin", ".npy", *Arrow.SUFFIXES, *Parquet.SUFFIXES)
 
     def __init__(
         self,
@@ -214,8 +210,13 @@ class Tokens(Blocks[Any]):
         """Find out where the tokens of a file lie, and those of its documents. Raises DataError."""
         name = file.name.lower()
         if not name.endswith(self.SUFFIXES):  # as a wildcard finds them: else they would be taken for bare numbers
-            says = "is an index, without tokens: name the .bin beside it" if name.endswith(".idx") else OTHER_ENDING
-            raise DataError(f"{file}: {says}")
+            if name.endswith(".idx"):
+                raise DataError(f"{file}: is an index, without tokens: name the .bin beside it")
+            endings = listed(self.SUFFIXES)
+            raise DataError(
+                f"{file}: Tokens reads a file by its ending, which must be one of {endings}; rename it, or leave it "
+                "out"
+            )
         if name.endswith((*Arrow.SUFFIXES, *Parquet.SUFFIXES)):
             return self._look_at_table(file, column)
         index = _beside(file, ".idx") if name.endswith(".bin") else None

@@ -275,7 +275,7 @@ def test_losses_count_while_no_step_is_finished() -> None:
     assert (membership.losses, membership.idle_views) == (1, 0)
 
 
-def test_a_loss_names_the_step_of_its_view_which_may_repeat_steps() -> None:
+def test_a_loss_tells_the_progress_of_its_view_which_may_repeat_steps() -> None:
     """The rest of how far workers are is for the count of losses."""
     membership = Membership(2)
     both = [Member(name, slot) for slot, name in enumerate("ab")]
@@ -284,14 +284,14 @@ def test_a_loss_names_the_step_of_its_view_which_may_repeat_steps() -> None:
     membership.settle()
     membership.reach(2 * 30 - 1, 1)  # the beat of a worker in step 30
     membership.lose([1])
-    assert [left.step for left in membership.take_left()] == [30]
+    assert [left.progress for left in membership.take_left()] == [59]
     membership.ask(both[0], 60, has_lost_peer=True)
     membership.ask(Member("new", 1), -1)
     membership.settle()
     membership.reach(2 * 30 - 1, 1)  # a late one
     membership.reach(2 * 28 - 1, 2)
     membership.lose([1])
-    assert [left.step for left in membership.take_left()] == [28]
+    assert [left.progress for left in membership.take_left()] == [55]
     assert membership.progress == 60
 
 
