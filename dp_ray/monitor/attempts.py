@@ -79,6 +79,11 @@ class Attempts:
         """Whether the newest attempt has begun to step."""
         return self._current in self._stepping
 
+    @property
+    def has_run_a_step(self) -> bool:
+        """Whether an attempt of this driver has begun to step."""
+        return bool(self._stepping)
+
     def hold_early(self, report: Report) -> None:
         """Hold a report of an attempt until all of its workers are ready."""
         self._early.setdefault(report.attempt, []).append(report)

@@ -246,8 +246,9 @@ class Monitor:
         it was asked before. A signal handler calls this.
         """
         log = self.incidents.log
-        waits = log.is_interrupted and not log.interruptions[-1].survives  # what survivors hold is to be kept
-        runs_a_step = self.attempts.runs_a_step and not waits
+        runs_a_step = self.attempts.runs_a_step
+        if log.is_interrupted:  # what survivors hold is to be kept, also while they go from one view to the next
+            runs_a_step = self.attempts.has_run_a_step and log.interruptions[-1].survives
         return self.planned_stop.ask(self._nodes, runs_a_step, by)
 
     def close(self) -> None:

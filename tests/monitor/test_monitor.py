@@ -159,10 +159,16 @@ def test_a_stop_can_be_asked_for_once_and_only_while_steps_are_run(capsys: pytes
     monitor.close()
 
 
-def test_survivors_are_asked_to_stop_since_what_they_hold_may_be_in_no_checkpoint() -> None:
+@pytest.mark.parametrize("level", [Level.MEMORY, Level.RESTART])
+@pytest.mark.parametrize("come", [[], [ready("b", 0)]], ids=["at once", "in their next view"])
+def test_survivors_are_asked_to_stop_since_what_they_hold_may_be_in_no_checkpoint(
+    come: list[Any], level: Level
+) -> None:
     monitor = monitor_of(ready("a", 0), ready("a", 1), Started("a", 0, 0), quiet=True)
-    monitor.take(Interrupted(IncidentKind.WORKER, "killed", (1,), Level.MEMORY))
-    assert monitor.ask_to_stop("SIGINT")
+    monitor.take(Interrupted(IncidentKind.WORKER, "killed", (1,), level))
+    for message in come:
+        monitor.take(message)
+    assert monitor.ask_to_stop("SIGINT") == (level is Level.MEMORY)
     monitor.close()
 
 
