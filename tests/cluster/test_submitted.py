@@ -246,6 +246,7 @@ def test_a_job_file_that_is_not_sent_is_refused(tmp_path: Path) -> None:
     assert f"job.yaml: is not below {ROOT}, the folder that is sent to the cluster" in told_of.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
@@ -279,6 +280,7 @@ def test_a_token_that_is_refused_is_told_in_one_line() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_address_that_is_none_is_a_mistake_of_the_command_line() -> None:
     for address in ("garbage", ""):

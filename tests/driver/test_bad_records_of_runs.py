@@ -117,6 +117,7 @@ def broken(folder: Path, raises: list[int]) -> dict[str, Any]:
     return {"target": "tests.support.bad_data:Broken", "args": args}
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.slow
 @pytest.mark.parametrize("file_bytes", [1, 1 << 30])
 def test_what_succeeds_again_takes_its_place(

@@ -448,6 +448,7 @@ def test_a_run_under_uv_has_the_drivers_python_on_its_workers(tmp_path: Path) ->
     assert json.loads(out.splitlines()[-1])["status"] == "done"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: Path) -> None:
     job = f"{sys.executable} -m dp_ray run jobs/tutorial.yaml --workers 0 --set dataset.args.length=30000"

@@ -29,6 +29,7 @@ from dp_ray.errors import ClusterError, DataError, JobError, ModelError, cause_o
 from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.tasks.wire import Forward, HeldBytes
 from tests.support import parallel_models as models
+from tests.support.chance import examples
 from tests.support.cluster import ROOT, Cluster
 
 pytestmark = pytest.mark.ray
@@ -58,7 +59,7 @@ def assert_close(got: Any, wanted: Any) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 3), st.booleans(), st.integers(0, 2**32))
 def test_outputs_and_gradients_are_the_bare_modules(
     rows: int, shards: int, workers: int, bitwise: bool, seed: int

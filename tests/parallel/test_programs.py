@@ -26,10 +26,11 @@ from dp_ray.parallel import module as parallel
 from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.plan.order import derive_seed
 from tests.support import parallel_models as models
+from tests.support.chance import examples
 from tests.support.cluster import ROOT
 from tests.support.served import Gloo
 
-NUM_PROGRAMS = int(os.environ.get("DP_RAY_PROGRAMS", "25"))
+NUM_PROGRAMS = int(os.environ.get("DP_RAY_PROGRAMS", str(examples(25))))
 
 
 @dataclass
