@@ -132,6 +132,7 @@ def test_the_quick_start_without_ray(installed: Path, folder: Path) -> None:
     assert (folder / "runs" / "train" / "weights.safetensors").exists()
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_the_quick_start_as_it_stands(installed: Path, folder: Path, cluster: Cluster) -> None:
     assert "'epoch_loss'" in run(installed, folder, "train.py", **{ADDRESS: cluster.address})

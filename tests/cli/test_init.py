@@ -143,6 +143,7 @@ def test_a_training_in_this_process(
     check_training(folder, template)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("template", ["image", "predict"])
 def test_all_that_is_printed_also_on_ray(

@@ -119,6 +119,7 @@ def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Clu
     assert told(result) == told(plain)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_rays_own_commands_work_as_the_page_gives_them(cluster: Cluster, tmp_path: Path) -> None:
     """A job of `ray job submit` has the name of its run, by which `dp-ray status` finds it."""
@@ -192,6 +193,7 @@ def cable(to: str) -> Iterator[Cable]:
         made.remove()
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("variables_kept")
 def test_a_follower_prints_each_word_once_though_the_connection_breaks(

@@ -303,6 +303,7 @@ def test_memory_that_the_system_refuses_counts(tmp_path: Path) -> None:
     assert ran.stdout.strip() == "4"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_workers_on_ray_find_the_number_and_run_the_job(run: Run) -> None:
     """Both on the same two workers, of which the second holds fewer rows."""

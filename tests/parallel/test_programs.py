@@ -362,6 +362,7 @@ def test_a_program_whose_workers_are_killed_gives_the_same(
     run(program, Program(served, shards, workers, shares, optimizer))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("served", [ON_RAY], indirect=True)
 @programs(st.one_of(*[Operation] * 7, Kill), NUM_PROGRAMS // 8)
 def test_a_program_whose_workers_on_ray_are_killed_gives_the_same(

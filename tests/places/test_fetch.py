@@ -282,6 +282,7 @@ def program(*args: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("variables_kept")
 def test_a_run_comes_through_the_cluster(trained: Path, cluster: Cluster, tmp_path: Path) -> None:

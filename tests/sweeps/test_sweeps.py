@@ -577,6 +577,7 @@ def test_the_first_error_of_a_lane_stops_the_others() -> None:
     assert ends == ["stopped"]
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_trials_run_side_by_side_in_sessions_and_give_what_one_process_gives(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines

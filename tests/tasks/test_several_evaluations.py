@@ -457,6 +457,7 @@ def test_a_run_that_kept_the_references_of_its_evaluations_alone_has_kept_nothin
     assert not has_kept_nothing(run), "a file of the user's own"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_on_ray_the_history_is_that_of_this_process(run_in_session: Run, tmp_path: Path) -> None:
     keys = keys_of(**{**KEYS, "optimizer": SGD, "early_stopping": {"metric": "eval_hard_loss", "patience": 9}})

@@ -202,6 +202,7 @@ def fail_at(view: TrainingView, step: int) -> None:
         raise RuntimeError("enough")
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_on_ray_with_a_killed_worker_it_stops_where_one_process_does(run_in_session: Run, tmp_path: Path) -> None:
     file = {**KEYS, "task": "train", "model": "tests.support.training:mlp", "dataset": "tests.support.training:Pairs"}
