@@ -88,7 +88,7 @@ sim: $(VENV)/installed
 	$(BIN)/python -m pytest tests/sim
 
 ray: $(VENV)/installed
-	$(BIN)/python -m pytest tests/cluster/test_ray_internals.py tests/driver/test_survivors.py
+	$(BIN)/python -m pytest $(addprefix tests/cluster/test_,ray_internals.py failed_collectives.py) tests/driver/test_survivors.py
 
 fuzz: $(VENV)/installed
 	$(BIN)/python -m pytest $(FUZZED) --hypothesis-profile=fuzz
