@@ -259,6 +259,7 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
         assert told_of.stderr.startswith(f"error: no Ray dashboard answers at http://127.0.0.1:{port}: ")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_token_that_is_refused_is_told_in_one_line() -> None:
     class Refuses(BaseHTTPRequestHandler):
