@@ -214,6 +214,7 @@ def test_a_block_that_begins_where_a_stop_was_accepted_is_asked_too() -> None:
     assert asked == ["SIGUSR2"], "with the block, what it has accepted is over"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_cluster_that_is_lost_ends_the_run_with_75_and_it_goes_on_elsewhere(tmp_path: Path) -> None:

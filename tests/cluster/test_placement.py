@@ -295,6 +295,7 @@ def test_an_address_where_nothing_listens_is_an_error_at_once() -> None:
         wants_token(f"127.0.0.1:{free_port()}")
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_cluster_tells_whether_it_wants_a_token(cluster: Cluster, made_up_gpus: str) -> None:
     assert not wants_token(made_up_gpus)

@@ -76,6 +76,7 @@ class Typed:
             os.close(self._terminal)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"

@@ -386,7 +386,7 @@ def test_a_jobs_fingerprint_does_not_know_the_strategy() -> None:
     assert mixed.fingerprint() != ddp.fingerprint()
 
 
-@pytest.mark.full(but=["True"])
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_workers_of_ray_train_it(run_in_session: Run, bitwise: bool) -> None:
