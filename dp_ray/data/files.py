@@ -35,7 +35,7 @@ ATTEMPTS = 5
 WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
 FILES_AT_ONCE = 32
 STRETCH_BYTES = 4 << 20
-VERSION = 2  # of the index's form, and of how it is found
+VERSION = 3  # of the index's form, and of how it is found
 # Errors of a local or mounted disk after which another attempt may succeed.
 PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),

@@ -585,6 +585,22 @@ def test_folders_of_images_with_classes_and_without(tmp_path: Path) -> None:
         list(Images(tmp_path))
 
 
+def test_a_split_that_lacks_a_class_has_the_labels_of_the_others(tmp_path: Path) -> None:
+    for name in ("train/ant/1.png", "train/bee/2.png", "train/cat/3.png", "test/ant/4.png", "test/cat/5.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jpeg(1, "PNG"))
+    names = Images(tmp_path / "train", classes=True).class_names
+    test = Images(tmp_path / "test", class_names=names)
+    assert [(item["path"], item["label"]) for item in test] == [("ant/4.png", 0), ("cat/5.png", 2)]
+    assert test.read_values(1, ["label"]) == {"label": 2}
+    assert test.class_names == ["ant", "bee", "cat"]
+    with pytest.raises(DataError, match=r"bee/2.png: 'bee' is none of class_names; those are ant, cat"):
+        Images(tmp_path / "train", class_names=["ant", "cat"])
+    for wrong in ("ant", [], ["ant", "ant"], [1, 2]):
+        with pytest.raises(JobError, match="class_names: must be a list of folders' names, each once"):
+            Images(tmp_path / "test", class_names=wrong)  # type: ignore[arg-type]
+
+
 def test_images_are_read_anew_and_belong_to_their_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         (tmp_path / f"{number}.png").write_bytes(jpeg(number, "PNG"))
