@@ -15,7 +15,7 @@ from pyarrow import json as pajson
 
 from dp_ray.data.blocks import CACHE_BYTES, Block
 from dp_ray.data.files import File, Paths, Stretch, find_files, in_threads, index_of, read_in_pieces, read_stretch
-from dp_ray.data.tables import Tabular, check_columns, check_once, columns_of
+from dp_ray.data.tables import Tabular, check_columns, check_once, columns_of, folder_columns
 from dp_ray.data.values import Decode, decode_of
 from dp_ray.errors import DataError, JobError
 
@@ -61,10 +61,11 @@ class TextTable(Tabular[Stretch]):
     ) -> None:
         files, types = find_files(paths, self.SUFFIXES), types or {}
         indices = in_threads(lambda file: index_of(file, self._kind, lambda: self._look(file)), files)
-        pairs = list(zip(files, indices, strict=True))
+        pairs, self._folders = list(zip(files, indices, strict=True)), folder_columns(files)
         for file, index in pairs:
             if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
-                check_columns(file, index.arrow_schema.names, [*(columns or ()), *types])
+                own = dict.fromkeys((*index.arrow_schema.names, *self._folders[str(file)]))
+                check_columns(file, list(own), [*(columns or ()), *types])
             for field in index.arrow_schema:
                 # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
                 is_wanted = field.name not in types and (columns is None or field.name in columns)
@@ -82,7 +83,10 @@ class TextTable(Tabular[Stretch]):
                     says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
                     raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
         filled = [(file, index.arrow_schema.names) for file, index in pairs if index.stretches]
-        there = [self._schema.names if self.MAY_LACK else names for _, names in filled]
+        there = [
+            list(dict.fromkeys((*(self._schema.names if self.MAY_LACK else names), *self._folders[str(file)])))
+            for file, names in filled
+        ]
         self._columns = columns_of([file for file, _ in filled], there, columns)
         self._decode = decode_of(decode, columns)
         read = [field for field in self._schema if field.name in self._columns and field.name not in types]
@@ -151,15 +155,16 @@ class TextTable(Tabular[Stretch]):
         text = self._before(block.file, block.source.start) + read_stretch(block.file, block.source)
         table = self._parse(text, self._read_as)
         fields = [self._schema.field(name) for name in self._columns if name in table.column_names]
-        return table.select([field.name for field in fields]).cast(pa.schema(fields))
+        table = table.select([field.name for field in fields])
+        return table.cast(pa.schema(fields)) if fields else table
 
 
 class JsonLines(TextTable):
     """The rows of files with a JSON object on each line.
 
     `paths`, `columns` and `decode` are those of `Parquet`. Whole numbers are int64, or uint64 if a column needs it,
-    others float32 unless that changes whole ones, and lists of numbers tensors of these; `types` gives another Arrow type for a column, as
-    `{"price": "float64"}`.
+    others float32 unless that changes whole ones, and lists of numbers tensors of these; `types` gives another Arrow
+    type for a column, as `{"price": "float64"}`.
 
     Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
     64 bits in a column without a type.
