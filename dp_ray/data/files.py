@@ -97,7 +97,7 @@ def find_files(paths: Paths | File, suffixes: Sequence[str]) -> list[File]:
 
 def in_threads(look: Callable[[S], T], files: Sequence[S]) -> list[T]:
     """Return `look(file)` for each file, several at a time, since each waits for its storage."""
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files))) as pool:
+    with ThreadPoolExecutor(min(FILES_AT_ONCE, max(1, len(files)))) as pool:
         return list(pool.map(look, files))
 
 

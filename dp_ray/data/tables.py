@@ -140,7 +140,7 @@ class Tabular(Blocks[BlockSource]):
             )
 
         found = in_threads(look, list(of_files.values()))
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else np.empty(0, np.uint32)
 
     def _list_lengths(self, blocks: Sequence[Block[BlockSource]]) -> Numbers:
         """Return the lengths of the lists in the only column that is read."""

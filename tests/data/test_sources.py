@@ -345,6 +345,38 @@ def test_an_image_of_16_bits_keeps_the_upper_ones(tmp_path: Path, form: str) -> 
     assert np.array_equal(found, np.stack([grey // 256] * 3))
 
 
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF", "WEBP"])
+def test_an_image_that_lies_on_a_side_is_turned_upright(tmp_path: Path, form: str) -> None:
+    """As torchvision's own decoder does with EXIF, and Pillow with a TIFF."""
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, :8], pixels[:4, 8:] = 200, 100
+    turned = {
+        1: pixels,
+        3: pixels[::-1, ::-1],
+        6: np.rot90(pixels, -1),
+        8: np.rot90(pixels),
+        5: pixels.swapaxes(0, 1),
+    }
+    for orientation, wanted in turned.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(pixels).save(path := tmp_path / f"{orientation}.{form.lower()}", form, exif=exif)
+        for found in (
+            decode_image(path.read_bytes()),
+            decode_image({"bytes": path.read_bytes()}),
+            Images(path)[0]["image"],
+        ):
+            assert found.shape == (3, *wanted.shape[:2])
+            assert np.abs(found.permute(1, 2, 0).numpy() - wanted.astype(int)).max() < 30  # JPEG is not exact
+        high = decode_image(path.read_bytes(), size=(4, 2))
+        assert high.shape == (3, 4, 2)
+
+
+def test_an_image_whose_exif_is_damaged_is_read_as_it_lies() -> None:
+    Image.new("RGB", (6, 4)).save(png := io.BytesIO(), "png", exif=b"Exif\0\0no such thing")
+    assert decode_image(png.getvalue()).shape == (3, 4, 6)
+
+
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
 def test_an_image_of_32_bits_is_refused_by_name(tmp_path: Path, kind: Any) -> None:
     Image.fromarray(np.full((2, 3), 70_000, kind)).save(tmp_path / "deep.tiff")

@@ -276,7 +276,7 @@ class Wrapped(Dataset[Any]):
     """A dataset of a user's own, around another one."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = torch.utils.data.ConcatDataset([dataset])
+        self.dataset: Any = torch.utils.data.ConcatDataset([dataset])
 
     def __len__(self) -> int:
         return len(self.dataset)
