@@ -30,7 +30,8 @@ from dp_ray.job.old_keys import current
 from dp_ray.plan.costs import profiled_of
 from dp_ray.text import counted, hide, hide_in, hide_in_as_before
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+LONGEST_NAME = 200  # of a run: systems of files have 255, and other files have the run's name and more
+NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 # The columns that every history has; each metric adds one of its own name.
 COLUMNS = (
     *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
@@ -181,7 +182,8 @@ class Job(MeasuringKeys):
     def _fits_together(self) -> "Job":
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(
-                f"name: must be one folder's name of letters, digits, '.', '_' and '-', got {self.name!r}"
+                f"name: must be one folder's name of at most {LONGEST_NAME} letters, digits, '.', '_' and '-', got "
+                f"{self.name!r}"
             )
         if self.max_workers > self.num_shards:
             raise ValueError(

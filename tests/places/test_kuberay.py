@@ -167,6 +167,22 @@ def test_for_a_claim_the_code_is_written_here(folder: Path, capsys: pytest.Captu
             ["--storage", "s3://b/r", "--code-in", "/a", "--toleration", "a:No"],
             r"--toleration a:No: must be KEY\[=VA",
         ),
+        *(
+            (["--storage", "s3://b/r", "--code-in", "/a", option, name], f"{option} {says}: must be ")
+            for option, name, says in [
+                ("--namespace", "Team_A", "Team_A"),
+                ("--namespace", "t" * 64, "t" * 64),
+                ("--queue", "a.b", "a.b"),
+                ("--env-from", "S3_KEYS", "S3_KEYS"),
+                ("--service-account", "-a", "-a"),
+                ("--image", "team/Image:1", "team/Image:1"),
+                ("--image", "team/image:1 ", "team/image:1 "),
+                ("--toleration", "sp ot", "sp ot"),
+                ("--toleration", "spot=a/b", "spot=a/b"),
+                ("--selector", "a/b/c=d", "a/b/c"),
+                ("--selector", "pool=a 100", "pool, value a 100"),
+            ]
+        ),
     ],
 )
 def test_what_pods_cannot_do_is_told(
@@ -180,8 +196,12 @@ def test_what_pods_cannot_do_is_told(
 
 def test_names_and_tolerations() -> None:
     assert kubernetes_name("run_20.Nov") == "run-20-nov"
-    assert len(kubernetes_name("x" * 99)) == LONGEST
-    assert not kubernetes_name("x" * (LONGEST - 1) + "_y").endswith("-")
+    long = [kubernetes_name("x" * (LONGEST - 1) + end) for end in ("_y", "_z", "yz")]
+    assert len(set(long)) == 3, "names of runs that differ in their ends stay apart"
+    for name in (*long, *map(kubernetes_name, ("7b-sft", "2026.11", "9" * 99, "___", "_7b", "A" * 47))):
+        assert len(name) <= LONGEST
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name), "DNS-1035, as KubeRay asks of a RayJob"
+    assert kubernetes_name("7b-sft") == "job-7b-sft"
     assert parse_toleration("a=b:NoExecute") == {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute"}
 
 
