@@ -178,8 +178,16 @@ class Job(MeasuringKeys):
     # A training that differs in one of these only is the same one, for longer or shorter.
     LENGTHS: ClassVar = ("epochs", "max_steps", "early_stopping")
 
+    @property
+    def why_trains(self) -> str:
+        """The key by which a job that says no task is a training; "" if it says one, or has no such key."""
+        trains = (key for key in ("optimizer", "loop") if getattr(self, key) is not None)
+        return "" if "task" in self.model_fields_set else next(trains, "")
+
     @model_validator(mode="after")
     def _fits_together(self) -> "Job":
+        if self.why_trains:
+            self.__dict__["task"] = "train"  # and yet no key that was given
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(
                 f"name: must be one folder's name of at most {LONGEST_NAME} letters, digits, '.', '_' and '-', got "
@@ -196,7 +204,8 @@ class Job(MeasuringKeys):
         )
         problem = next(problems, None)  # the first alone: the others may follow from it
         if problem is not None:
-            raise ValueError(problem)
+            asked = f"; task is left out, and is train because of {self.why_trains}" if self.why_trains else ""
+            raise ValueError(problem + asked)
         return self
 
     def _of_loop(self) -> Iterator[str]:

@@ -164,7 +164,7 @@ def test_what_is_no_job_is_told(given: Any) -> None:
         ({}, ""),
         ({"task": "evaluate", "loss": "torch.nn:CrossEntropyLoss"}, ""),
         ({"task": "train", "loop": "tests.support.loops:plain"}, "loop"),
-        ({"loop": "tests.support.loops:plain"}, ""),
+        ({"task": "predict", "loop": "tests.support.loops:plain"}, ""),
         ({"strategy": "fsdp"}, "strategy: fsdp"),
     ],
 )

@@ -254,7 +254,12 @@ def test_the_script_of_a_job_of_any_name_lies_in_its_folder(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text((ROOT / "jobs" / "digits.yaml").read_text())
     told: list[str] = []
-    monkeypatch.setattr("dp_ray.places.slurm._slurm", lambda *command: told.extend(command) or "7")
+
+    def submitted(*command: str) -> str:
+        told.extend(command)
+        return "7"
+
+    monkeypatch.setattr("dp_ray.places.slurm._slurm", submitted)
     asked = ["slurm", "job.yaml", "--workers", "2", "--job-name", name]
     done = click.testing.CliRunner().invoke(main.cli, asked)
     assert done.exit_code == 0, done.output
