@@ -17,9 +17,11 @@ import yaml
 
 import dp_ray
 from dp_ray.cli import main
+from dp_ray.cli.in_kubernetes import run_unless_ended
 from dp_ray.cluster.internals.variables import JOB_STOP_WAIT, VARIABLES
 from dp_ray.cluster.submit import Dashboard
 from dp_ray.places.kuberay import ID, LONGEST, final_status, kubernetes_name, note_end, parse_toleration, zipped
+from dp_ray.rundir.lease import held
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster
@@ -296,6 +298,23 @@ def test_the_entrypoint_notes_how_the_job_ended(folder: Path, capsys: pytest.Cap
     again = entrypoint(broken, folder)
     assert again.returncode == 2
     assert "a cluster of this manifest has ended the job with exit status 2, which a new try does not" in again.stderr
+
+
+def test_a_try_beside_an_earlier_one_is_refused_and_ends_the_job_for_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KubeRay may begin a try while pods of another one run: the lease refuses it, and the next may go on."""
+    monkeypatch.setenv(ID, "m")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    run = Storage(str(folder.parent / "runs" / "digits"))
+    run.create()
+    asked = ["jobs/digits.yaml", "--workers", "0", "--name", "digits", "--storage", str(folder.parent / "runs")]
+    with held(run, "the first try", lambda: True):
+        assert run_unless_ended(asked) == 2
+        assert "is being run by" in capsys.readouterr().err
+        assert final_status(run, "m") is None
+    assert run_unless_ended([*asked, "--set", "model=jobs.digits:Nobody"]) == 2
+    assert final_status(run, "m") == 2, "a wrong job ends for good"
 
 
 @pytest.mark.places
