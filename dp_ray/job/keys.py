@@ -638,8 +638,9 @@ class WorkKeys(Strict):
     name: str | None = None
     """Name of the run: its directory is STORAGE/NAME. Default: the job file's name; from Python, the time."""
     task: Literal["predict", "evaluate", "train"] = "predict"
-    """What to do. A key that only another task needs is ignored, so one file serves all three. evaluate uses
-    `eval.dataset` and `eval.batch_size` if there is an `eval`."""
+    """What to do; left out, `train` for a job with an `optimizer` or a `loop`. A key that only another task needs is
+    ignored, so one file serves all three. evaluate uses `eval.dataset` and `eval.batch_size` if there is an
+    `eval`."""
     model: Targeted
     """A class or function that gives a torch.nn.Module. For a TorchScript file: `torch.jit:load` with args `{f:
     PATH}`."""
