@@ -314,3 +314,60 @@ def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tm
     # A copy of the model that is held for each view would be 60 MB.
     assert max(size.memory for size in late) - max(size.memory for size in early) < 30e6
     assert_same(tmp_path / "run", expected)
+
+
+class Early(torch.nn.Module):
+    """Its first forward writes a buffer that no state_dict has, and makes another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.seen:
+            self.seen.fill_(1)
+            self.scale.fill_(0.5)
+            self.register_buffer("shift", torch.tensor([0.0, 0.5, -0.5]), persistent=False)
+        return self.linear(inputs) * self.scale + self.shift
+
+
+class Growing(torch.nn.Module):
+    """A loss that counts its calls, and weighs by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.calls / 10 * torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def plainly_trained(epochs: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model, loss, data = Early(), Growing(), Pairs()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    for _ in range(epochs):
+        for inputs, targets in zip(data.inputs.split(22), data.targets.split(22), strict=True):
+            sgd.zero_grad()
+            loss(model(inputs), targets).mean().backward()
+            sgd.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_what_forwards_have_written_early_survives_the_loss_of_any_rank(tmp_path: Path, slot: int) -> None:
+    """Also in the checkpoints that another worker writes then, from which other processes go on."""
+    made_by: dict[str, Any] = {"loss": f"{__name__}:Growing", "shuffle": False, "checkpoint": {"every_steps": 1}}
+    keys = {**made_by, "eval": None, "ema": None, "epochs": 4}
+    job = made({"target": f"{__name__}:Early"}, workers=3, **keys)
+    undisturbed(tmp_path, {"target": f"{__name__}:Early"}, **keys)
+    others = [Fault(other, 14) for other in range(3) if other != slot]
+    told = run_surviving(job, tmp_path / "run", [Fault(slot, 6, "update"), *others])
+    assert sorted(told.died) == [0, 1, 2]
+    run_group(job, tmp_path / "run")
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+    for name, tensor in plainly_trained(4).items():
+        torch.testing.assert_close(weights_of(tmp_path / "run")[name], tensor)
