@@ -1,5 +1,6 @@
 """Workers that go on where others are killed, in real processes: the bits of one undisturbed process."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from dp_ray.job.job import Job
 from tests.support.group import history_of, run_group, weights_of
 from tests.support.loops import keys_of
 from tests.support.survivors import Fault, run_surviving
-from tests.support.training import Pairs
-from tests.support.trainings import job_of
+from tests.support.training import Pairs, mlp
+from tests.support.trainings import SGD, job_of
 from tests.tasks.test_loops import PPO
 
 KEYS: dict[str, Any] = {
@@ -343,6 +344,71 @@ class Growing(torch.nn.Module):
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self.calls / 10 * torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+class Counting:
+    """A loop that wraps parts of the model, and weighs the loss by the number of its steps."""
+
+    def __init__(self, model: torch.nn.Sequential) -> None:
+        self.body, self.head = model[:-1], model[-1]
+        self.steps = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        outputs = self.head(self.body(batch[0]))
+        return self.steps / 10 * torch.nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+
+    def __call__(self, run: Any) -> None:
+        update = run.optimizer(torch.optim.SGD(run.model.parameters(), 0.1, 0.9))
+        for step in run.steps():
+            self.steps += 1
+            step.backward(self.loss, of=run.model)
+            update.step()
+
+
+class Fading(Pairs):
+    """An object whose rows grow each time that they are read, as one that caches what it has drawn."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.inputs[index] *= 2
+        return super().__getitem__(index)
+
+
+BEST: dict[str, Any] = {
+    "eval": {**KEYS["eval"], "every_steps": 3},
+    "checkpoint": {"every_steps": 9, "best": "eval_loss"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "faults"),
+    [
+        ("fsdp", {"strategy": "fsdp", "bitwise": True}, [Fault(0, 2), Fault(1, 1, "backward")]),
+        ("ddp", BEST, [Fault(0, 2, "checkpoint")]),  # the others have trained on from weights that nobody kept
+        ("loop", {}, [Fault(0, 2), Fault(1, 1, "backward")]),
+    ],
+)
+def test_objects_begin_anew_where_step_0_runs_again(
+    tmp_path: Path, kind: str, keys: dict[str, Any], faults: list[Fault]
+) -> None:
+    """A model, a loss, a loop that counts, and a dataset: of the lost views nothing is left in them."""
+    torch.manual_seed(0)
+    model, loss, data = mlp(), Growing(), Fading()
+    loop = Counting(model)
+    plain = copy.deepcopy(loop)
+    job = {"task": "train", "model": model, "dataset": data, "shards": 3, "batch_size": 22, "workers": 3}
+    job |= {"loop": loop} if kind == "loop" else {"loss": loss, "optimizer": SGD}
+    told = run_surviving(Job.make({**job, **keys}, "job"), tmp_path / "run", faults)
+    assert told.ran.count((2, 0)) >= 2 and sorted(told.died) == sorted(fault.slot for fault in faults)
+
+    sgd = torch.optim.SGD([*plain.body.parameters(), *plain.head.parameters()], 0.1, 0.9)
+    for batch in zip((2 * data.inputs).split(22), data.targets.split(22), strict=True):
+        sgd.zero_grad()
+        plain.steps += 1
+        plain.loss(batch).mean().backward()
+        sgd.step()
+    expected = [*plain.body.parameters(), *plain.head.parameters()]
+    for found, tensor in zip(weights_of(tmp_path / "run").values(), expected, strict=True):
+        torch.testing.assert_close(found, tensor.detach())
 
 
 def plainly_trained(epochs: int) -> dict[str, torch.Tensor]:
