@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from dp_ray.job.args import DescribedArgs, describe_args, found_name
+from dp_ray.job.args import DescribedArgs, describe_args, found_name, object_in
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -88,6 +88,11 @@ class Target(Strict):
     def untold(self) -> tuple[str, ...]:
         """The paths of Python objects in the args of which a file cannot tell whether they are the same."""
         return self._described.unknown
+
+    @property
+    def holds_objects(self) -> bool:
+        """Whether its args hold more than plain values."""
+        return object_in(self._described.values) is not None
 
     @property
     def is_named(self) -> bool:
