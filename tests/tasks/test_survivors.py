@@ -314,3 +314,15 @@ def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tm
     # A copy of the model that is held for each view would be 60 MB.
     assert max(size.memory for size in late) - max(size.memory for size in early) < 30e6
     assert_same(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize("part", ["second evaluation", "checkpoint"])
+def test_an_evaluation_that_rounds_the_weights_is_not_done_twice(tmp_path: Path, part: str) -> None:
+    """As of a model that merges a part into its weights in `eval()`: the newest checkpoint is read."""
+    evaluation = {"dataset": KEYS["eval"]["dataset"], "every_steps": 4}
+    keys = {**KEYS, "ema": None, "eval": {"a": evaluation, "b": evaluation}, "checkpoint": {"every_steps": 4}}
+    model = {"target": "tests.support.own_modes:adapted"}
+    job = job_of(model, **keys, optimizer={"target": "torch.optim:SGD", "args": {"lr": 0.02}}, workers=1)
+    run_group(job, tmp_path / "undisturbed")
+    run_surviving(job.model_copy(update={"workers": 2}), tmp_path / "run", [Fault(0, 7, part)])
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
