@@ -143,8 +143,8 @@ class Evaluation:
     ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
         """Yield each shard with rows of the steps of `work`, and the end of each step; at last the measurements.
 
-        Of a `mixture` these have the loss of each source, if rows have losses. The model is in eval mode until the
-        generator ends or is closed. Every rank calls this, and takes all of it. Raises DataError if all samples
+        Of a `mixture` these have the loss of each source, if rows have losses. The model stays in
+        eval mode. Every rank calls this, and takes all of it. Raises DataError if all samples
         were set aside. The first evaluation raises JobError if a metric of torchmetrics depends on how its rows are
         cut into updates.
         """

@@ -24,6 +24,7 @@ from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
 from dp_ray.engine.optimizer import EVALUATED, Average, Schedule, runs_users_code
 from dp_ray.engine.out_of_memory import ShardSize, batch_hint, raise_advised
+from dp_ray.engine.own_modes import begin_to_train, has_own_modes, returning
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, for_trial, make_gradients_dense
@@ -88,11 +89,10 @@ class TrainedModel:
         self.split, self.clock, self.watch = split, clock or SilentClock(), watch
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
+        begin_to_train(model)  # before the average is a copy of it
         self.optimizer_step: OptimizerStep | Updates = placement.optimizer_step() if updates is None else updates
         self.schedule: Schedule = self.optimizer_step.schedule
         self.average: Average | ShardedAverage | None = placement.average(self.optimizer_step)
-        if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
-            model.train()
         self.step: TrainingStep | None = None
         self.may_lose_rows = job.may_lose_rows
         self.is_on_gpu = is_gpu(world.device)
@@ -132,6 +132,21 @@ class TrainedModel:
             synchronise(module)
         if self.average is not None:
             self.average.begin()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Give the model to evaluate: with the average of the weights if the job says so, else the optimizer's.
+
+        After the block it has the modes of before, and then the weights of before, to the bit.
+        """
+        ema = self.placement.job.ema
+        average = self.average if ema is not None and ema.evaluate else None
+        model = self.called if average is None else average.called(self.called)
+        in_place = self.optimizer_step.evaluating if average is None else average.in_place
+        with in_place(), returning(model):
+            yield model
+        if has_own_modes(model):
+            self.state.look_anew()
 
     def _new_state(self, beside: Mapping[str, nn.Module]) -> ForwardState:
         """Return the state that forwards write, of the model and of modules beside it."""

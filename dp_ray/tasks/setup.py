@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dp_ray.engine.bad_samples import Quarantine, Reference
 from dp_ray.engine.loading import find_reference, seeded_dataset
+from dp_ray.engine.own_modes import has_own_modes, set_modes
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
 from dp_ray.engine.votes import StepControl
@@ -161,7 +162,11 @@ def model_to_run(context: Context) -> Placement:
     has_weights = held is not None and held.has_weights
     if held is not None and all(gathered(has_weights)):
         return placement
+    if held is not None and has_weights and has_own_modes(placement.model):
+        held.forget()  # `eval()` has left it as no newcomer's is
+        placement = context.place()
     if job.init_from is not None:
+        set_modes(placement.model, True)  # weights are kept as they are in train mode
         weights, _ = read_start(run, job.init_from, job.strict, placement.sharers)
         loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
         if not has_weights:
