@@ -157,7 +157,9 @@ class Evaluation:
             self._trial = None  # a single update sees all rows
         rows = 0
         with evaluating(model, self.beside) as state:
-            replica = Replica(self.job.seed, model, self.device, state, work, self.forwards, self.clock, self._of)
+            replica = Replica(
+                self.job.seed, model, self.device, state, work, self.forwards, self.clock, self._of, self.step
+            )
             run_shard = partial(self.forwards.gathering(self._shard), model)
             for loaded in map(self.forwards.begin, steps):
                 own: list[ShardOutput] = []
