@@ -188,7 +188,7 @@ class Base(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         drawn = [transform(self.first + index) for transform in self.transforms]
-        return torch.tensor(drawn + [self.first + index], dtype=torch.float64)
+        return torch.tensor([*drawn, self.first + index], dtype=torch.float64)
 
 
 class Named(nn.Module):
