@@ -17,6 +17,7 @@ from dp_ray.engine.eval_state import evaluating
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.metric_trial import MetricTrial
 from dp_ray.engine.model import autocast
+from dp_ray.engine.objects import refused
 from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
@@ -29,7 +30,7 @@ from dp_ray.engine.whole_batch import (
     merged_batch,
     seed_of_batch,
 )
-from dp_ray.engine.world import CPU, everyone, gathered, has_peers
+from dp_ray.engine.world import CPU, dumped, everyone, gathered, has_peers
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import NamedEval, Target, is_over_batch
@@ -61,6 +62,11 @@ def build_metrics(job: Job, mixture: Mixture | None = None) -> tuple[Metrics, di
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
             check_merges(name, made)
+        if keeps_state(made) and everyone() is not None:
+            try:
+                dumped(made)  # as after an evaluation; a user's __getstate__ may raise anything
+            except Exception as error:
+                raise refused(where, made, error, dumped) from error
     return Metrics(functions, job.batch_dim, mixture), states
 
 

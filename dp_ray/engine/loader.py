@@ -5,9 +5,12 @@ Most of this runs in the loader's processes, if there are any. `next_batch` rais
 
 import dataclasses
 import functools
+import io
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.context import BaseContext, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, SimpleNamespace
@@ -18,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dp_ray.engine.bad_samples import HungRead, ReadLimit, Reference, Screen, end_loader_process
+from dp_ray.engine.inside import inside
 from dp_ray.engine.items import ColumnSlice, SampleReader, WholeColumns, collate_passthrough
 from dp_ray.engine.objects import part_that_fails
 from dp_ray.engine.random import OwnGenerator, SampleSeeds, own_generators, preserved, seed_all, seed_own
@@ -31,6 +35,7 @@ from dp_ray.job.targets import bound
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.tensors.tree import bare_tensors, flatten, map_leaves, unflatten, with_tensors
+from dp_ray.text import listed
 
 LOOKS = 32
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
@@ -218,6 +223,43 @@ def _check_can_be_sent(context: BaseContext, samples: Samples, collate: Any) -> 
             f"loader.context: {context.get_start_method()} pickles the dataset and the collate for each process, and "
             f"{part_of}, a {kind}, cannot be pickled: {type(error).__name__}: {error}; {advice}"
         ) from error
+
+
+def remarks_on(job: Job, name: str, dataset: Any) -> list[str]:
+    """Return lines on what a dataset holds that cannot be seeded, or that forked processes would share."""
+    lines = []
+    _, not_seeded = own_generators(dataset, with_globals=True)
+    if not_seeded:
+        lines.append(
+            f"{name}: generators that cannot be seeded, so that what samples draw from them depends on workers and "
+            f"loader processes: {listed(not_seeded)}; draw from the global ones of torch, numpy or random"
+        )
+    method = job.loader.context or getattr(dataset, "loader_context", None) or multiprocessing.get_start_method()
+    if num_processes(job) and method == "fork" and (opened := opened_in(dataset)):
+        lines.append(
+            f"{name}: forked loader processes share the position in what it has open, and may read wrong rows: "
+            f"{listed(opened)}; open it where it is used first, as in __getitem__, so that each process has its own"
+        )
+    return lines
+
+
+def opened_in(dataset: Any) -> list[str]:
+    """Return the files, archives and connections that a dataset holds open for reading, with their paths in it."""
+    found: dict[Any, str] = {}  # by file descriptor: an archive and its file are the same
+    for path, value in inside({"": dataset}, with_globals=True):
+        kind = type(value)
+        module = kind.__module__.partition(".")[0]
+        if issubclass(kind, io.IOBase):
+            with suppress(OSError, ValueError):  # it has no file, or is closed
+                if value.readable() and value.seekable():
+                    found.setdefault(value.fileno(), f"{path} ({getattr(value, 'name', kind.__qualname__)})")
+        elif kind.__qualname__ in CONNECTIONS.get(module, ()):
+            found[id(value)] = f"{path} (a {module}.{kind.__qualname__})"
+    return list(found.values())
+
+
+# Classes whose objects hold a file or a connection that is not to be used after a fork.
+CONNECTIONS = {"sqlite3": ("Connection",), "h5py": ("File", "Group", "Dataset"), "lmdb": ("Environment",)}
 
 
 def num_processes(job: Job) -> int:
