@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from dp_ray.errors import is_users
-from dp_ray.job.job import Job
+from dp_ray.job.keys import WorkerKeys
 
 LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, np.ndarray))
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, OrderedDict)
-NOT_ENTERED = (types.ModuleType, logging.Logger, enum.Enum, torch.Tensor, np.ndarray, np.generic, Job)
+NOT_ENTERED = (types.ModuleType, logging.Logger, enum.Enum, torch.Tensor, np.ndarray, np.generic, WorkerKeys)
 SHORT, LONG, MOST = 100, 1_000, 100_000  # numbers of values
 
 Part: TypeAlias = tuple[str, Any, Any]  # the form of how to come to a value, its key for that, and the value

@@ -312,7 +312,7 @@ def broadcast_bytes(data: bytes) -> bytes:
     return data if received is None else received
 
 
-def dumped(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
     """Pickle a value for the other workers. Raises what the group's pickler raises."""
     try:
         return pickle.dumps(value, 5)
@@ -327,7 +327,7 @@ def gathered(value: Any) -> list[Any]:
     if _everyone is None or not has_peers():
         return [value]
     values: list[Any] = [None] * _everyone.size()
-    sent = dumped(value)
+    sent = pickled(value)
     with waiting("all ranks"):
         dist.all_gather_object(values, sent, group=_everyone)
     return [pickle.loads(each) for each in values]

@@ -302,10 +302,10 @@ def test_a_metric_of_a_script_goes_between_workers_by_the_groups_pickler(monkeyp
     metric = local_metric()
     metric.rows = 3
     with pytest.raises(AttributeError, match="local object"):
-        world.dumped(metric)
+        world.pickled(metric)
     monkeypatch.setattr(world, "_pickler", CloudPickler)
-    assert pickle.loads(world.dumped({0: metric}))[0].compute() == 3
-    assert world.dumped([1, "text"]) == pickle.dumps([1, "text"], 5)
+    assert pickle.loads(world.pickled({0: metric}))[0].compute() == 3
+    assert world.pickled([1, "text"]) == pickle.dumps([1, "text"], 5)
 
 
 class Unsendable:
