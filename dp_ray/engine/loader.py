@@ -320,7 +320,7 @@ class Collate:
     seed: int | None
     screen: Screen | None
     reader: SampleReader
-    own: Sequence[OwnGenerator]
+    own: Sequence[OwnGenerator] = ()
 
     def __call__(self, read: Read) -> Collated:
         """Return the batch; in a loader process, an error may be in its place."""

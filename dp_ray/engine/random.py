@@ -73,7 +73,7 @@ class OwnGenerator(NamedTuple):
         elif not isinstance(rng, np.random.Generator):
             rng.seed(seed % 2**32)
         elif place is None and type(rng.bit_generator) is np.random.PCG64:
-            state = {"state": seed << 64 | self.key, "inc": number << 1 | 1}
+            state: Any = {"state": seed << 64 | self.key, "inc": number << 1 | 1}
             rng.bit_generator.state = {"bit_generator": "PCG64", "state": state, "has_uint32": 0, "uinteger": 0}
         else:
             kind: Any = type(rng.bit_generator)  # it has no seed(): a new one has the state that it would set

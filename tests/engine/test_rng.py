@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,8 @@ class Base(torch.utils.data.Dataset[Any]):
         self.first, self.num = first, num
         by_variable, slotted = Jitter(random.Random(1)), Slotted()
         slotted.jitter = Jitter(np.random.default_rng(2))  # type: ignore[attr-defined]
-        self.unused = [np.random.default_rng(7), random.Random(7), torch.Generator()]
-        self.transforms = [
+        self.unused: list[Any] = [np.random.default_rng(7), random.Random(7), torch.Generator()]
+        self.transforms: list[Callable[[float], float]] = [
             Jitter(np.random.default_rng(1)),
             nn.ModuleList([Named(torch.Generator())])[0],
             lambda value: by_variable(value),
@@ -200,7 +201,7 @@ class Named(nn.Module):
         return self.jitter["of"](value)
 
 
-class Around:
+class Around(torch.utils.data.Dataset[torch.Tensor]):
     """A wrapper of the user's own, which calls what it wraps neither `dataset` nor anything else that is known."""
 
     def __init__(self, parts: Any) -> None:
@@ -210,11 +211,12 @@ class Around:
         return len(self.parts)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return self.parts[index]
+        item: torch.Tensor = self.parts[index]
+        return item
 
 
 def around() -> Around:
-    return Around(torch.utils.data.ConcatDataset([Base(0, 15), Base(15, 25)]))
+    return Around(torch.utils.data.ConcatDataset[Any]([Base(0, 15), Base(15, 25)]))
 
 
 def test_generators_are_found_wherever_a_dataset_holds_them() -> None:

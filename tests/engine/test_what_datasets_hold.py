@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from dp_ray.engine.loader import remarks_on
 from dp_ray.job.job import Job
 
 
-class Holding:
+class Holding(Dataset[Any]):
     """A dataset that holds something in a list of its."""
 
     def __init__(self, *held: Any) -> None:
