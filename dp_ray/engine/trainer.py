@@ -361,7 +361,9 @@ class Pass:
         job, device = placement.job, self._world.device
         work = Work(self.split, self._world.world_size, self._world.rank)
         forwards = placement.forwards()
-        self.replica = Replica(job.seed, placement.model, device, self.state, work, forwards, self.clock)
+        self.replica = Replica(
+            job.seed, placement.model, device, self.state, work, forwards, self.clock, after=self.loss
+        )
         sparse, sums = sparse_parameters(self.loss.model), placement.sums(list(trained.values()))
         aligns = must_align(job, device)
         among_others = isinstance(self.optimizer_step, PassGradients)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dp_ray.engine.bad_samples import Quarantine, Reference
+from dp_ray.engine.loader import remarks_on
 from dp_ray.engine.loading import find_reference, seeded_dataset
 from dp_ray.engine.own_modes import has_own_modes, set_modes
 from dp_ray.engine.placement import Placement, place
@@ -59,7 +60,11 @@ class Context:
 
     def dataset(self, job: Job, key: str) -> Any:
         """Build the dataset of `key`, or return the one that the process holds."""
-        return seeded_dataset(job, key) if self.held is None else self.held.dataset(job, key)
+        is_new = self.held is None or key not in self.held.datasets
+        dataset = seeded_dataset(job, key) if self.held is None else self.held.dataset(job, key)
+        for line in remarks_on(job, key, dataset) if is_new and self.world.rank == 0 else ():
+            self.say(line)
+        return dataset
 
     def place(self) -> Placement:
         """Build the model, or return the one that the process holds; every rank calls this."""
