@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.reduce import GRADIENTS, Reduction, Trained, Work
+from dp_ray.engine.reduce import GRADIENTS, REQUIRES_GRAD, Reduction, Trained, Work
 from dp_ray.engine.sharded.state import Sharded
 from dp_ray.engine.tree_sum import add, tree_sum, zeros_that_add_nothing
 from dp_ray.engine.world import everyone, gathered
+from dp_ray.errors import ModelError
 from dp_ray.plan.split import worker_shards
 from dp_ray.plan.tree import Node, fold, nodes_by_rank
 from dp_ray.system.threads import waiting
+from dp_ray.text import listed
 
 
 class ShardedReduction(Reduction):
@@ -40,6 +42,7 @@ class ShardedReduction(Reduction):
         self._is_dummy = False
         self._exchanges = True
         self._work: Work = None
+        self._step = 0
         self.called = self._forward
         for parameter in sharded.replicated.values():
             self._watch(parameter, parameter)
@@ -48,6 +51,7 @@ class ShardedReduction(Reduction):
         """Begin a step; without shards with rows, this worker's gradients count nothing."""
         super().begin(step, shards, filled)
         self._used = set()
+        self._step = step
         self._work = None
         self._sharded.round.is_silent = not shards
 
@@ -78,6 +82,11 @@ class ShardedReduction(Reduction):
         with waiting(GRADIENTS):
             assert self._work is not None
             self._work.wait()
+        if not all(map(REQUIRES_GRAD, self.trained.parameters.values())):
+            raise ModelError(
+                f"step {self._step}: {listed([name for name, param in self.trained.parameters.items() if not param.requires_grad])} was "
+                "frozen after the model was built, which strategy: fsdp does not follow; take strategy: ddp"
+            )
         unused = self._unused()
         self._sum_replicated(
             [param for param in self._sharded.replicated.values() if param.requires_grad and id(param) not in unused]
@@ -138,10 +147,10 @@ class ShardedReduction(Reduction):
             parameter.grad.copy_(numbers)
 
 
-def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
-    """Note that the parameter of this id got a gradient."""
+def _note(reduction: "weakref.ref[ShardedReduction]", number: int, gathered: torch.Tensor) -> None:
+    """Note that the parameter of this id got a gradient; a function of the model's may give it None."""
     live = reduction()
-    if live is not None and not live._is_dummy:
+    if live is not None and not live._is_dummy and gathered.grad is not None:
         live._used.add(number)
         live._sharded.round.used.add(number)
 
