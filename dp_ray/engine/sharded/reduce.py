@@ -42,7 +42,7 @@ class ShardedReduction(Reduction):
         self._is_dummy = False
         self._exchanges = True
         self._work: Work = None
-        self._step = 0
+        self._modes = [unit.sharded_param.requires_grad for unit in self._units]
         self.called = self._forward
         for parameter in sharded.replicated.values():
             self._watch(parameter, parameter)
@@ -51,7 +51,6 @@ class ShardedReduction(Reduction):
         """Begin a step; without shards with rows, this worker's gradients count nothing."""
         super().begin(step, shards, filled)
         self._used = set()
-        self._step = step
         self._work = None
         self._sharded.round.is_silent = not shards
 
@@ -82,11 +81,7 @@ class ShardedReduction(Reduction):
         with waiting(GRADIENTS):
             assert self._work is not None
             self._work.wait()
-        if not all(map(REQUIRES_GRAD, self.trained.parameters.values())):
-            raise ModelError(
-                f"step {self._step}: {listed([name for name, param in self.trained.parameters.items() if not param.requires_grad])} was "
-                "frozen after the model was built, which strategy: fsdp does not follow; take strategy: ddp"
-            )
+        self._check_modes([unit.sharded_param for unit in self._units])
         unused = self._unused()
         self._sum_replicated(
             [param for param in self._sharded.replicated.values() if param.requires_grad and id(param) not in unused]
@@ -105,10 +100,23 @@ class ShardedReduction(Reduction):
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
             if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
                 self._watch(gathered, unit.sharded_param)
+        # A forward sees the gathered ones. Workers that differ in them would exchange sums of other sizes.
+        self._check_modes([getattr(unit, "_unsharded_param", unit.sharded_param) for unit in self._units])
         if self._exchanges:
             self._sharded.round.ask()
         self._unwatched = [unit for unit in self._unwatched if not hasattr(unit, "_unsharded_param")]
         return loss
+
+    def _check_modes(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise ModelError for a parameter that was frozen, or thawed, since the model was built."""
+        modes = list(map(REQUIRES_GRAD, parameters))
+        if modes != self._modes:
+            units = [unit for unit, now, before in zip(self._units, modes, self._modes, strict=True) if now != before]
+            names = listed([str(unit._param_fqn) for unit in units])
+            raise ModelError(
+                f"requires_grad of {names} has changed since the model was built, which strategy: fsdp does not "
+                "follow; take strategy: ddp"
+            )
 
     def _reached(self) -> list[torch.Tensor]:
         gathered = [getattr(unit, "_unsharded_param", None) for unit in self._units]
