@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from dp_ray.engine.optimizer import (
     total_norm,
     weights_of_average,
 )
-from dp_ray.engine.reduce import numbers_of
+from dp_ray.engine.reduce import REQUIRES_GRAD, numbers_of
 from dp_ray.engine.sharded.state import (
     ELEMENTWISE,
     AlignedParts,
@@ -55,8 +56,10 @@ class OptimizerStep:
 
     Norm and clipping are over the parameters that the optimizer updates. `left_out` are the parameters that require a
     gradient and that it does not hold: their gradients are dropped in each step, or they would grow from step to
-    step.
+    step. One that is frozen on the way has no gradient from there on; one that thaws is an error.
     """
+
+    _frozen: Mapping[str, nn.Parameter] = MappingProxyType({})  # those that require no gradient at the start
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, aligned: AlignedParts | None = None) -> None:
         self.aligned = aligned
@@ -100,7 +103,9 @@ class OptimizerStep:
 
     def _built(self, job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter], Any]:
         """Return the optimizer, by name the parameters that a training with it trains, and what its scheduler is."""
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        named = dict(model.named_parameters())
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         optimizer = build_optimizer(job.optimizer, model) if self.aligned is None else self.aligned.optimizer
         return optimizer, trained, job.scheduler
 
@@ -189,6 +194,13 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
+        if self._frozen and any(map(REQUIRES_GRAD, self._frozen.values())):
+            thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+            raise ModelError(
+                f"step {step}: {listed(thawed)} requires a gradient now, and did not when the model was built, so "
+                "nothing would train it; let it require one there and freeze it until then (ddp), or train by a loop "
+                "of your own, whose optimizer may hold frozen parameters (docs/loops.md)"
+            )
         groups = self.optimizer.param_groups
         self.rate = float(groups[0]["lr"])
         if sum(map(len, map(PARAMETERS, groups))) != self._num_held:
