@@ -24,6 +24,7 @@ from dp_ray.engine.loading import Source
 from dp_ray.engine.packing import packings
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Update
+from dp_ray.engine.update import Updates
 from dp_ray.engine.weights import advice_on, tensors_of
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
@@ -216,7 +217,7 @@ def checkpointing(training: Training, before: Callable[[], None]) -> Iterator[Pi
     rank, sharers = training.context.world.rank, training.trainer.placement.sharers
     if rank != 0 and sharers is None:
         if training.context.held is not None:
-            training.trainer.state.state()  # as on rank 0: if that is lost, what forwards change from here on is known
+            training.trainer.state.state()  # as rank 0 does, which may be lost: what forwards change from here on
         yield None
         return
     checkpoints = fenced(training.context.run, training.context.attempt).child(CHECKPOINTS)
@@ -351,6 +352,8 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
     Raises ModelError if the checkpoint has other parameters than the model.
     """
     about, trainer = checkpoint.about, training.trainer
+    if isinstance(trainer.optimizer_step, Updates):
+        trainer.optimizer_step.grow(about["parameters"], checkpoint.state)
     if about["parameters"] != trainer.optimizer_step.names:
         if training.context.job.loop is not None:
             raise ModelError(
