@@ -181,7 +181,7 @@ class Loop:
     def _begun(self) -> Iterator[tuple[LoopModel, Iterator[TrainingStep]]]:
         """Give what the steps train, at the state where the training begins or goes on, and the steps."""
         with begun_training(self._placed, self._model_of) as run:
-            self._has_trained = run.training.state.step > 0  # in an earlier attempt, as far as is known
+            self._has_trained |= run.training.state.step > 0  # in an earlier attempt, as far as is known
             stopping = StopOfLoop(self, run.training.context.job, run.training.state)
             steps: Any = run.steps(stopping)
             with closing(steps):  # an error's traceback may hold them for long
