@@ -411,6 +411,17 @@ class GivenOptimizerStep(OptimizerStep):
         self._of_model = [(parameter, parameter) for parameter in self.trained.values()]
         super()._find_left_out()
 
+    def grow(self, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer the groups that the loop had added by the time of a checkpoint.
+
+        `groups` are those of its state there, and `names` those of all their parameters, in order.
+        """
+        by_name, at = dict(self._all_named), len(self.names)
+        for group in groups[len(self.optimizer.param_groups) :] if names[:at] == self.names else ():
+            added, at = names[at : at + len(group["params"])], at + len(group["params"])
+            self.optimizer.add_param_group({"params": [by_name[name] for name in added if name in by_name]})
+        self._find_left_out()
+
     def may_skip(self) -> bool:
         """Return whether a step without rows is no update: no pass over a batch of the loop's own has run either."""
         return all(parameter.grad is None for parameter in self.trained.values())
@@ -463,6 +474,11 @@ class Updates:
     def names(self) -> list[list[str]]:
         """The names of the parameters that each optimizer updates."""
         return [update.names for update in self.each]
+
+    def grow(self, names: Sequence[Sequence[str]], state: Mapping[str, Any]) -> None:
+        """Give the optimizers the groups that the loop had added by the time of a checkpoint with this state."""
+        for number, (update, its_names) in enumerate(zip(self.each, names, strict=False)):
+            update.grow(its_names, state[f"optimizer {number}"]["param_groups"])
 
     @property
     def learning_rate(self) -> float:
