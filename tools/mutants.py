@@ -1,0 +1,371 @@
+"""dp_ray with one thing broken at a time: the tests must fail for each; `make mutants` runs this.
+
+Thirty are in `MUTANTS`, one for each mechanism that docs/contributing/how-it-runs.md walks through. Ten more are drawn
+from the code (`drawn`): a comparison turned round, or a call left out. Each is made in a copy of the last commit. First
+run the tests that showed it last, then its package's, then the rest of `make test`, until one fails.
+
+`ONLY="lease drawn"` runs those with one of these words in what they are or in their file. As a last word, `-x` stands
+for all marks: then the tests of `make full` run too, where those of `make test` do not fail.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+BELOW, ON_RAY = "not full and not ray and not places", "ray and not full and not places"
+LIMIT = 1500  # seconds of one run of pytest: a test that hangs has failed
+SEED, DRAWN = 67, 10
+PACKAGES = ("plan", "engine", "rundir", "outputs")  # from which the others are drawn
+
+
+class Mutant(NamedTuple):
+    """A part of a file that is replaced: `old`, which occurs once, by `new`. `shows` is the test that failed last."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    shows: str = ""
+
+
+MUTANTS = [
+    Mutant(
+        "a shard's rows: cut evenly, not as torch.chunk cuts",
+        "plan/split.py",
+        "return min(rows, shard * size), min(rows, (shard + 1) * size)",
+        "return (rows * shard // shards, rows * (shard + 1) // shards) if size else (0, 0)",
+    ),
+    Mutant(
+        "an order's key: without the epoch",
+        "plan/order.py",
+        "permutation(self.num_samples, (self.seed, self.epoch))",
+        "permutation(self.num_samples, (self.seed, 0))",
+    ),
+    Mutant(
+        "a window of blocks: a stretch that wraps around loses its second part",
+        "plan/order.py",
+        "rows = [(first_row, min(stop_row, end)), (begin, begin + stop_row - end)]",
+        "rows = [(first_row, min(stop_row, end))]",
+    ),
+    Mutant(
+        "a mixture's order: the same in each epoch of a source",
+        "plan/mixture.py",
+        "streams = hashed(streams, epochs[firsts].astype(np.uint64))",
+        "streams = hashed(streams, np.zeros_like(epochs[firsts]).astype(np.uint64))",
+    ),
+    Mutant(
+        "a sum's order: the workers' sums one after another, not by the tree",
+        "engine/tree_sum.py",
+        "own = fold(slices, root, add_to)",
+        "first, *others = slices.values()\n    own = first.clone()\n    for other in others:\n        own += other",
+    ),
+    Mutant(
+        "a collective's layout: the slices of several nodes in the wrong order",
+        "engine/tree_sum.py",
+        "by_owner = rows.transpose(0, 1).contiguous()",
+        "by_owner = rows.contiguous()",
+    ),
+    Mutant(
+        "a seed: all shards of a step draw the same numbers",
+        "engine/random.py",
+        '"forward", shard.epoch, shard.step, shard.shard, *more)',
+        '"forward", shard.epoch, shard.step, *more)',
+    ),
+    Mutant(
+        "a buffer: a shard starts from what the one before it on its worker wrote",
+        "engine/replica.py",
+        "if self._ran is not None:\n            self.restore()",
+        "if self._ran is not None:\n            self._ran = None",
+    ),
+    Mutant(
+        "a step's state: what a worker's last shard writes stays, not what shard 0 does",
+        "engine/replica.py",
+        "if keeps and shard.shard == 0:",
+        "if keeps:",
+    ),
+    Mutant(
+        "a loss's weight: the gradient is divided by the rows",
+        "engine/update.py",
+        "return None if weight == rows else 0.0 if weight <= 0 else rows / weight",
+        "return 0.0 if weight <= 0 else None",
+    ),
+    Mutant(
+        "a mask of labels: only torch's own number is left out, whatever ignore_index is",
+        "engine/step.py",
+        "weights = kept = target != loss.ignore_index",
+        "weights = kept = target != -100",
+    ),
+    Mutant(
+        "a clip: a small gradient is made as large as the limit",
+        "engine/update.py",
+        "clip = (self._grad_clip / (norm + 1e-6)).clamp(max=1.0)",
+        "clip = self._grad_clip / (norm + 1e-6)",
+    ),
+    Mutant(
+        "a scheduler's step: also after an update that fp16 has skipped",
+        "engine/update.py",
+        "if self.schedule.per_step and not self.has_skipped:",
+        "if self.schedule.per_step:",
+    ),
+    Mutant(
+        "a vote: one worker's does not stop all",
+        "engine/trainer.py",
+        "self.stops = bool(trainer.votes.take(known[VOTES]))",
+        "self.stops = (trainer.votes.take(known[VOTES]) or 0) > 1",
+    ),
+    Mutant(
+        "a loss of the whole batch: an output without rows gets its gradient once for each shard",
+        "engine/whole_batch.py",
+        "return gradient if shard.shard == self.first else torch.zeros_like(gradient)",
+        "return gradient",
+    ),
+    Mutant(
+        "a loader's skip: the positions of the first epoch in all",
+        "engine/loading.py",
+        "dataclasses.replace(self._order, epoch=epoch)",
+        "dataclasses.replace(self._order, epoch=0)",
+    ),
+    Mutant(
+        "a shard of FSDP: a dummy batch adds its gradient",
+        "engine/sharded/state.py",
+        "if self._round.is_silent:\n            gradients.zero_()",
+        "if self._round.is_silent:\n            pass",
+    ),
+    Mutant(
+        "a rename: a file has its name while it is written",
+        "storage.py",
+        "self._path = storage.file(name if storage.is_atomic else temporary)",
+        "self._path = storage.file(name)",
+    ),
+    Mutant(
+        "an ETag: an object's version is its time",
+        "data/files.py",
+        "version=tag.decode().strip('\"') or file.version)",
+        "version=file.version)",
+    ),
+    Mutant(
+        "a record's policy: a store that does not answer counts as one without the file",
+        "records.py",
+        "if (missing if is_missing else self.unreachable) is FAIL:",
+        "if missing is FAIL:",
+    ),
+    Mutant(
+        "a lease: one that another machine renews counts as free",
+        "rundir/lease.py",
+        "if now is not None and (is_here or now != seen):",
+        "if now is not None and is_here:",
+    ),
+    Mutant(
+        "a claim: a driver goes on to write after another one has claimed the run",
+        "rundir/claim.py",
+        "return replace(claimed, storage=run.guarded(claimed.check_ours))",
+        "return claimed",
+    ),
+    Mutant(
+        "a history's row: of a step that was run again the oldest counts",
+        "rundir/history.py",
+        "_, last = np.unique(steps[::-1], return_index=True)\n    return table.take((len(steps) - 1 - last).tolist())",
+        "_, first = np.unique(steps, return_index=True)\n    return table.take(first.tolist())",
+    ),
+    Mutant(
+        "a ledger's part: one that a superseded worker commits later counts",
+        "rundir/ledger.py",
+        "if of == self.attempt or (of is not None and name in earlier)]",
+        "if of is not None]",
+    ),
+    Mutant(
+        "a fence: a superseded worker still names its files",
+        "rundir/ledger.py",
+        "before()\n        check_newest(run, attempt)",
+        "before()",
+    ),
+    Mutant(
+        "a merge's order: a step is merged once one of its parts is there",
+        "outputs/files.py",
+        "and all(map(self._is_there, self._shards())):",
+        "and any(map(self._is_there, self._shards())):",
+    ),
+    Mutant(
+        "a carry column: beside the outputs of other samples",
+        "outputs/columns.py",
+        "return {key: _array(key, values, indices) for key, values in carried.items()}",
+        "return {key: _array(key, values[::-1], indices) for key, values in carried.items()}",
+    ),
+    Mutant(
+        "a view's number: a member of an earlier view is not told to leave it",
+        "cluster/membership.py",
+        "if number < self.view.number or self.phase is Phase.BREAKING:",
+        "if self.phase is Phase.BREAKING:",
+    ),
+    Mutant(
+        "a session's worker: the next job's first view waits for the lost ones too",
+        "cluster/channel.py",
+        "max(1, len(set(range(self._started)) - self._lost))",
+        "self._started",
+    ),
+    Mutant(
+        "a parallel module's version: a worker that has an older one is not sent all",
+        "parallel/exchange.py",
+        "if base is None or has is not base:",
+        "if base is None or has is None:",
+    ),
+]
+
+TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.Gt,
+    ast.Gt: ast.Lt,
+    ast.LtE: ast.GtE,
+    ast.GtE: ast.LtE,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+# What is drawn and changes nothing that a user could see, with the reason: the next one is drawn in its place.
+SAME: dict[str, str] = {}
+
+
+def drawn(seed: int, files: list[Path]) -> Iterator[Mutant]:
+    """Return mutants of these files, in an order by the seed that a change elsewhere in the code leaves as it is."""
+    found = {}
+    for path in files:
+        name, text = path.relative_to(ROOT / "dp_ray").as_posix(), path.read_text()
+        for where, old, new in broken(text):
+            key = hashlib.blake2b(f"{seed} {name} {where} {old}".encode()).hexdigest()
+            if text.count(old) == 1:
+                found[key] = Mutant(f"drawn: {where}: `{' '.join(old.split())}`", name, old, new)
+    return (mutant for _, mutant in sorted(found.items()) if mutant.what not in SAME)
+
+
+def broken(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield where a comparison can be turned round or a call left out, as it stands, and what takes its place."""
+    lines = [line.encode() for line in text.splitlines(keepends=True)]
+    waiting: list[tuple[str, ast.AST]] = [("", ast.parse(text))]
+    while waiting:
+        where, node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            where = f"{where}.{node.name}".strip(".")
+        elif isinstance(node, ast.JoinedStr):  # Python 3.11 does not know where in a text its expressions stand
+            continue
+        waiting += [(where, child) for child in ast.iter_child_nodes(node)]
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            node.ops = [TURNED[type(node.ops[0])]()]
+            yield where, part_of(lines, node), f"({ast.unparse(node)})"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield where, part_of(lines, node), "pass"
+
+
+def part_of(lines: list[bytes], node: ast.expr | ast.stmt) -> str:
+    """Return the text of a node, as `ast.get_source_segment` does, which takes the whole text apart each time."""
+    assert node.end_lineno is not None
+    first, *more = lines[node.lineno - 1 : node.end_lineno]
+    *more, last = [first, *more]
+    last = last[: node.end_col_offset]
+    return (b"".join([*more, last])[node.col_offset :]).decode()
+
+
+class Copy:
+    """A copy of the last commit in a folder, in which tests run; their processes import the copy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        clone = ["git", "clone", "--quiet", "--shared", str(ROOT), str(folder)]
+        subprocess.run(clone, check=True)
+        (folder / ".venv").symlink_to(Path(sys.prefix))
+        self.environment = {**os.environ, "PYTHONPATH": str(folder)}
+        shown = self._python("-c", "import dp_ray; print(dp_ray.__file__)")
+        assert Path(shown.strip()).is_relative_to(folder), f"the copy's tests would import {shown}"
+
+    def _python(self, *words: str) -> str:
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    def change(self, mutant: Mutant) -> str:
+        """Break the copy; return what it was."""
+        path = self.folder / "dp_ray" / mutant.file
+        text = path.read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.what}: the text is there {text.count(mutant.old)} times"
+        self.write(path, text.replace(mutant.old, mutant.new))
+        return text
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a module, and have Python compile it anew, however soon after the last write."""
+        path.write_text(text)
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def failed(self, marks: str, tests: list[str]) -> tuple[str, str]:
+        """Run tests until one fails; return its name, empty if none did, and the end of what pytest says."""
+        command = [sys.executable, "-m", "pytest", "-x", "-m", marks, *tests]
+        with tempfile.TemporaryFile("w+") as said:
+            given = {"cwd": self.folder, "env": self.environment, "start_new_session": True}
+            process = subprocess.Popen(command, stdout=said, stderr=said, **given)  # type: ignore[call-overload]
+            try:
+                status = process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            said.seek(0)
+            text = said.read()
+        if status in (0, 5):  # 5: none of these has the marks
+            return "", text
+        names = re.findall(r"^(?:FAILED|ERROR) (\S+::[^\s\[]+)", text, re.M)
+        return names[0] if names else f"no test by name (status {status})", text
+
+
+def caught(copy: Copy, mutant: Mutant, marks: list[str]) -> str:
+    """Return the first test that fails; empty if none does."""
+    package = mutant.file.partition("/")[0]
+    own = f"tests/{package}" if "/" in mutant.file else f"tests/test_{package}"
+    if not (ROOT / own).exists():
+        own = "tests"
+    several = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    runs = [(mark, [mutant.shows]) for mark in marks if mutant.shows]
+    runs += [(marks[0], [*several, own]), (marks[0], [*several, f"--ignore={own}", "tests"])]
+    runs += [(mark, ["tests"]) for mark in marks[1:]]
+    for mark, tests in runs:
+        name, text = copy.failed(mark, tests)
+        if name:
+            (ROOT / "build" / "mutants.txt").open("a").write(f"\n\n# {mutant.what}\n{text[-20000:]}")
+            return name
+    return ""
+
+
+def main(words: list[str]) -> int:
+    """Print for each mutant the first test that fails; return how many none does for."""
+    marks = [BELOW, ON_RAY]
+    files = [path for package in PACKAGES for path in sorted((ROOT / "dp_ray" / package).rglob("*.py"))]
+    wanted = [*MUTANTS, *islice(drawn(SEED, files), DRAWN)]
+    wanted = [each for each in wanted if not words or any(word in f"{each.what} {each.file}" for word in words)]
+    (ROOT / "build").mkdir(exist_ok=True)
+    left = 0
+    with tempfile.TemporaryDirectory(prefix="dp-ray-mutants-") as made:
+        copy = Copy(Path(made, "copy"))
+        for mutant in wanted:
+            began, before = time.monotonic(), copy.change(mutant)
+            shown = caught(copy, mutant, marks)
+            copy.write(copy.folder / "dp_ray" / mutant.file, before)
+            left += not shown
+            print(f"{mutant.what}: {shown or 'NOT CAUGHT'}, {time.monotonic() - began:.0f} s", flush=True)
+    return left
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
