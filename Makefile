@@ -14,6 +14,9 @@ FUZZED += tests/data/test_on_s3.py::test_files_of_a_store_are_named_by_the_same_
 LOWEST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 # torch.compile would take code for a newer processor from its usual folder, and fail.
 LOWEST += TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/compiled-lowest
+TIER := full or not full
+COMMIT := $(shell git rev-parse HEAD 2>/dev/null)
+BEGUN := $(shell date +%s)
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
@@ -22,7 +25,7 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test below on-ray lowest quick places gpu sim ray fuzz check bench docs site lock dist matrix clean
+.PHONY: demo test full eighth release below on-ray lowest quick places gpu sim ray fuzz check bench docs site lock dist matrix clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -37,25 +40,42 @@ demo: $(VENV)/installed
 	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --name demo-digits --overwrite
 	$(BIN)/dp-ray run jobs/digits.yaml --workers 2 --name demo-training --overwrite
 
-# One after the other: at the same time they take as long on two cores, and some on Ray time out.
+# What a change needs. One part after the other: at the same time they take as long on two cores, and some on Ray time out.
 test: $(VENV)/installed
-	$(MAKE) --no-print-directory below
-	$(MAKE) --no-print-directory on-ray
+	rm -f build/durations.txt
+	$(MAKE) --no-print-directory below on-ray TIER='not full'
+
+# All tests but `places`, with other drawn examples each time.
+full: $(VENV)/installed
+	rm -f build/durations.txt
+	$(MAKE) --no-print-directory below on-ray DRAWN=--hypothesis-profile=full
+	$(BIN)/python -m tools.full_passed keep $(COMMIT) $(BEGUN)
+
+# What `test` leaves out, in eight parts: CI runs one beside `test`, in turns.
+eighth: $(VENV)/installed
+	$(MAKE) --no-print-directory below on-ray TIER=full DRAWN=--eighth=$(PART)
+
+release: $(VENV)/installed
+	$(MAKE) --no-print-directory full
+	$(MAKE) --no-print-directory places
+	$(MAKE) --no-print-directory lowest
+	$(MAKE) --no-print-directory fuzz
+	$(MAKE) --no-print-directory matrix
 
 below: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray and not places' $(FILES)
+	$(BIN)/python -m pytest -m '($(TIER)) and not ray and not places' $(FILES) $(DRAWN)
 
 # Only files with such tests are imported.
 on-ray: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'ray and not places' -n 2 --dist loadgroup $$(grep -rl --include='test_*.py' --exclude-dir=gpu mark.ray tests)
+	$(BIN)/python -m pytest -m '($(TIER)) and ray and not places' -n 2 --dist loadgroup $(DRAWN) $$(grep -rl --include='test_*.py' --exclude-dir=gpu mark.ray tests)
 
-# As `test`: what needs the bits of a newer processor fails here.
+# As `full`: what needs the bits of a newer processor fails here.
 lowest: $(VENV)/installed
 	$(LOWEST) $(BIN)/python -c 'from torch.backends import cpu; assert cpu.get_cpu_capability() == "DEFAULT"'
-	$(LOWEST) $(MAKE) --no-print-directory test
+	$(LOWEST) $(MAKE) --no-print-directory below on-ray
 
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray and not slow and not places' $(FILES)
+	$(BIN)/python -m pytest -m 'not ray and not slow and not full and not places' $(FILES)
 
 # One after the other: each has Rays of its own.
 places: $(VENV)/installed
@@ -68,7 +88,7 @@ sim: $(VENV)/installed
 	$(BIN)/python -m pytest tests/sim
 
 ray: $(VENV)/installed
-	$(BIN)/python -m pytest tests/cluster/test_ray_internals.py tests/driver/test_survivors.py
+	$(BIN)/python -m pytest $(addprefix tests/cluster/test_,ray_internals.py failed_collectives.py) tests/driver/test_survivors.py
 
 fuzz: $(VENV)/installed
 	$(BIN)/python -m pytest $(FUZZED) --hypothesis-profile=fuzz
@@ -77,6 +97,7 @@ check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.full_passed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks

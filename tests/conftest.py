@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # No deadline, for the machine may be busy; the same examples each time, for a failure should be of the change.
-hypothesis.settings.register_profile("dp_ray", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("dp_ray", deadline=None, derandomize=True, max_examples=33)
+hypothesis.settings.register_profile("full", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("dp_ray")
 
@@ -60,7 +61,7 @@ BESIDE = {
 }
 
 MANY_MODULES = 50
-LONGEST = 30
+DURATIONS = ROOT / "build" / "durations.txt"
 MOST_FILES = 100  # that a module leaves open: torch, pyarrow, boto3 and what all tests share open some once
 LAST = -1000  # below the priority of everything else that multiprocessing does when a process ends
 
@@ -70,6 +71,11 @@ class TwoGroups(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type
 
     def _split_scope(self, nodeid: str) -> str:
         return "beside" if nodeid.partition("::")[0].removeprefix("tests/") in BESIDE else "rest"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take `--eighth=K`."""
+    parser.addoption("--eighth", type=int, help="run each eighth test of those that -m chooses, from this one on")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
@@ -84,6 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Those that share a session come last: while it is open, it holds the one connection to Ray that a process has.
     Below Ray, where processes share the files, those with the most slow tests come first: none waits for them then.
     """
+    keep_some_cases(items, are_all=not any("::" in given for given in config.args))
     items.sort(key=lambda item: "session" in getattr(item, "fixturenames", ()))
     if is_one_of_several(config) and "not ray" in config.option.markexpr:
         slow = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
@@ -101,6 +108,29 @@ def pytest_collection_finish() -> None:
     """Have the garbage collector leave alone what is imported by now: a million objects, in each collection."""
     gc.freeze()
     gc.enable()
+
+
+def keep_some_cases(items: list[pytest.Item], are_all: bool) -> None:
+    """Take the mark `full` off the cases that it names: `full(but=["3-adam"])` leaves this one to `make test`.
+
+    If these are all cases of their tests, a name that none of them has is an error.
+    """
+    names = set[tuple[str, str]]()
+    for item in items:
+        for mark in [mark for mark in item.own_markers if mark.name == "full" and "but" in mark.kwargs]:
+            test, case = item.nodeid.partition("[")[0], item.callspec.id  # type: ignore[attr-defined]  # of parameters
+            names |= {(test, name) for name in mark.kwargs["but"]}
+            if case in mark.kwargs["but"]:
+                item.own_markers.remove(mark)
+    unknown = names - {(test, case.removesuffix("]")) for test, _, case in (it.nodeid.partition("[") for it in items)}
+    assert not (are_all and unknown), f"no such cases to keep: {unknown}"
+
+
+@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+def pytest_take_an_eighth(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave seven of eight tests out: neighbours, which take about as long, fall into different eighths."""
+    if (part := config.getoption("--eighth")) is not None:
+        items[:] = items[part % 8 :: 8]
 
 
 @pytest.fixture(autouse=True)
@@ -145,16 +175,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         gc.unfreeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Of many files, say which took longest: where the time goes, and how it could be shared out better."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write what each test took into `build/durations.txt`, slowest first, beside what other runs wrote there.
+
+    What is not in it took no time, or was not run. A test's setup and teardown count.
+    """
     seconds = defaultdict[str, float](float)
-    for report in (report for reports in terminalreporter.stats.values() for report in reports):
-        if isinstance(report, pytest.TestReport):
-            seconds[report.nodeid.partition("::")[0]] += report.duration
-    if len(seconds) > LONGEST:
-        terminalreporter.section(f"the {LONGEST} files that took longest, of {sum(seconds.values()):.0f} s")
-        for name, took in sorted(seconds.items(), key=itemgetter(1), reverse=True)[:LONGEST]:
-            terminalreporter.write_line(f"{took:6.0f} s  {name}")
+    for line in DURATIONS.read_text().splitlines() if DURATIONS.exists() else ():
+        took, _, test = line.strip().partition(" s  ")
+        seconds[test] = float(took)
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    told = [report for report in reports if isinstance(report, pytest.TestReport)]
+    seconds.update(dict.fromkeys((report.nodeid for report in told), 0.0))
+    for report in told:
+        seconds[report.nodeid] += report.duration
+    DURATIONS.parent.mkdir(exist_ok=True)
+    longest = sorted(seconds.items(), key=itemgetter(1), reverse=True)
+    DURATIONS.write_text("".join(f"{took:8.2f} s  {test}\n" for test, took in longest))
 
 
 def is_one_of_several(config: pytest.Config) -> bool:

@@ -82,6 +82,7 @@ def test_the_documents_of_the_gpt_are_those_of_python() -> None:
             assert bytes(texts[number]["input_ids"].tolist()) == text.encode()[:50]
 
 
+@pytest.mark.full(but=["gpt2"])
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_of_hugging_face_trains_on_two_workers(tmp_path: Path, kind: str) -> None:
@@ -134,6 +135,7 @@ def trained_here(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
     return dp_ray.run(file, workers=0, storage=str(folder), quiet=True, **keys)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_generator_of_the_gan_finds_the_circle(tmp_path: Path) -> None:
     def distance(model: torch.nn.Module) -> float:
@@ -149,6 +151,7 @@ def test_the_generator_of_the_gan_finds_the_circle(tmp_path: Path) -> None:
     assert {"critic", "generator", "learning_rate_1"} <= result.history[0].keys()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_project")
 def test_a_student_learns_from_its_teacher_which_stays(tmp_path: Path) -> None:
@@ -202,6 +205,7 @@ def test_the_table_is_learned_from_its_files(tmp_path: Path) -> None:
     assert result.metrics["eval_error"] < 0.8 * guess, "of someone who tells the mean of all"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_shards_of_webdataset_hold_the_digits(tmp_path: Path) -> None:
     pytest.importorskip("PIL", reason="needs the package pillow: pip install 'dp-ray[images]'")

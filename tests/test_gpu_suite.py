@@ -15,6 +15,7 @@ from tests.support.cluster import ROOT
 EACH = ["-o", "faulthandler_timeout=900", "-o", "faulthandler_exit_on_timeout=true"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_suite_for_a_gpu_passes_on_the_cpu(tmp_path: Path) -> None:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
@@ -31,6 +32,7 @@ def test_the_suite_for_a_gpu_passes_on_the_cpu(tmp_path: Path) -> None:
     assert int(found[1]) > 40, "most of it needs no CUDA"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_suite_for_a_gpu_starts_without_ray(tmp_path: Path) -> None:
     """All its files are imported, and what needs Ray is skipped: a GPU's machine may have torch alone."""

@@ -2,7 +2,12 @@
 
 import ast
 import io
+import os
+import re
+import subprocess
 import tokenize
+import tomllib
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
@@ -127,3 +132,27 @@ def test_a_public_name_stands_for_one_thing() -> None:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not is_command:
                 homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
     assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SAME_NAMES} == {}
+
+
+def test_each_test_is_in_one_part_of_each_tier_but_places() -> None:
+    """Whatever marks a test has: `make test` takes it or `make eighth` does, and `make full` takes both."""
+    marks = [line.split(":")[0] for line in pytest_settings()["markers"]]
+    chosen = {target: expressions_of(target) for target in ("test", "eighth", "full")}
+    assert all(len(expressions) == 2 for expressions in chosen.values()), "below Ray, and on it"
+    for own in map(set, chain.from_iterable(combinations(marks, size) for size in range(len(marks) + 1))):
+        has = {mark: mark in own for mark in marks}
+        times = {target: sum(eval(text, has) for text in expressions) for target, expressions in chosen.items()}
+        assert times["test"] + times["eighth"] == times["full"] == ("places" not in own), (own, times)
+
+
+def expressions_of(target: str) -> list[str]:
+    """The marks by which a target of the Makefile chooses tests, as make itself gives them."""
+    line = ["make", "--dry-run", "--no-print-directory", "--assume-old=.venv/installed", target]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # `make test` runs this
+    printed = subprocess.run(line, cwd=ROOT, env=clean, check=True, capture_output=True, text=True).stdout
+    return re.findall(r"pytest -m '([^']+)'", printed)
+
+
+def pytest_settings() -> dict[str, list[str]]:
+    """What `pyproject.toml` tells pytest."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]  # type: ignore[no-any-return]

@@ -131,6 +131,7 @@ def test_a_plan_waits_for_no_ray(tmp_path: Path) -> None:
     assert "ray" not in loaded_by(code)
 
 
+@pytest.mark.full(but=["data"])
 @pytest.mark.slow
 @pytest.mark.parametrize("satellite", sorted(SATELLITES))
 def test_a_run_that_does_not_use_a_satellite_does_without(satellite: str, tmp_path: Path) -> None:

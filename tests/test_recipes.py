@@ -97,6 +97,7 @@ def job_of(**keys: Any) -> Job:
     return Job.make(given, "job")
 
 
+@pytest.mark.full(but=["first-train", "auto-evaluate"])
 @pytest.mark.parametrize("task", ["train", "evaluate"])
 @pytest.mark.parametrize("inputs", ["auto", "all", "first"])
 def test_dict_items_are_answered_with_one_recipe(tmp_path: Path, task: str, inputs: str) -> None:
@@ -120,6 +121,7 @@ BEFORE_AND_AFTER = [
 ]
 
 
+@pytest.mark.full(but=["before0-after0"])
 @pytest.mark.parametrize(("before", "after"), BEFORE_AND_AFTER)
 def test_the_three_losses_of_one_number(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Written as for one GPU they are an error; written as docs/losses.md says, they are what they were there."""
@@ -178,6 +180,7 @@ OF_FLOATS = {"dataset": Floats(), "model": Logits}
 SMOOTH = {"label_smoothing": 0.1, "ignore_index": -100}
 
 
+@pytest.mark.full(but=["own loss", "class", "dict items"])
 @pytest.mark.parametrize(
     ("keys", "whole"),
     [
@@ -237,6 +240,7 @@ def loaded(name: str) -> Any:
     return dp_ray.load(f"runs/{name}")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_page_of_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

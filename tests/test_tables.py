@@ -62,6 +62,7 @@ def test_rows_are_the_table_that_pyarrow_makes() -> None:
     assert numbers(made["step"]).tolist() == [0, 1, 2]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_runs_import_no_pandas(tmp_path: Path, in_project: Path) -> None:
     """A training and a prediction in this process: what workers and drivers do."""

@@ -108,18 +108,21 @@ def test_the_version_is_the_newest_in_the_changelog() -> None:
     assert cited["version"] == dp_ray.__version__ and cited["license"] == "Apache-2.0"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_repository_is_not_on_the_path(installed: Path, folder: Path) -> None:
     code = "import importlib.util, dp_ray; print(dp_ray.__file__, importlib.util.find_spec('jobs'))"
     assert run(installed, folder, "-c", code).split() == [str(installed / "dp_ray" / "__init__.py"), "None"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_first_job_is_made_and_planned(installed: Path, tmp_path: Path) -> None:
     run(installed, tmp_path, "-m", "dp_ray", "init")
     assert "2,000 rows in global batches of 40" in run(installed, tmp_path, "-m", "dp_ray", "plan", "job.yaml")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_quick_start_without_ray(installed: Path, folder: Path) -> None:
     script = folder / "train.py"
@@ -129,6 +132,7 @@ def test_the_quick_start_without_ray(installed: Path, folder: Path) -> None:
     assert (folder / "runs" / "train" / "weights.safetensors").exists()
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_the_quick_start_as_it_stands(installed: Path, folder: Path, cluster: Cluster) -> None:
     assert "'epoch_loss'" in run(installed, folder, "train.py", **{ADDRESS: cluster.address})

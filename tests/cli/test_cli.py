@@ -167,6 +167,7 @@ def test_a_job_that_fails_tells_the_users_traceback_and_keeps_the_failure(tmp_pa
     assert json.loads((tmp_path / "job" / "result.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_installed_script_runs_from_anywhere(job: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from tests.support.models import Rows\n")

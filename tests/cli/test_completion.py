@@ -83,6 +83,7 @@ def try_all(typed: Callable[[str, str], str]) -> None:
         typed("\x15echo done-$((40 + 2))\r", "done-42")  # ^U removes the line
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_bash(folder: Path) -> None:
     if shutil.which("bash") is None:
@@ -153,6 +154,7 @@ def test_runs_are_looked_for_where_jobs_keep_them() -> None:
     assert Job.model_fields["storage"].default == RUNS
 
 
+@pytest.mark.full(but=["dp-ray run o-other.yaml"])
 @pytest.mark.parametrize(("words", "given"), [("dp-ray report r", "runs/first"), ("dp-ray run o", "other.yaml")])
 def test_it_imports_neither_torch_nor_ray(words: str, given: str, folder: Path, tmp_path: Path) -> None:
     asked = {VARIABLE: "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}

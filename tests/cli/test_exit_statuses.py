@@ -89,6 +89,7 @@ def test_the_page_of_commands_has_the_table() -> None:
     assert {int(status): text for status, text in rows} == EXIT_STATUSES
 
 
+@pytest.mark.full(but=["SIGTERM-train", "SIGUSR2-predict"])
 @pytest.mark.parametrize("task", ["train", "predict", "evaluate"])
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR2"])
 def test_what_a_launcher_stops_ends_with_75_and_the_same_command_finishes(
@@ -127,6 +128,7 @@ def no_loss(*_: Any) -> Any:
     raise ValueError("no loss today")
 
 
+@pytest.mark.full
 def test_of_several_jobs_one_that_is_done_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

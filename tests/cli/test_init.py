@@ -130,6 +130,7 @@ def check_outputs(folder: Path) -> None:
     assert len(right) == 150 and sum(right) >= 145
 
 
+@pytest.mark.full(but=["table"])
 @pytest.mark.slow
 @pytest.mark.parametrize("template", ["table", "text"])
 def test_a_training_in_this_process(
@@ -142,6 +143,7 @@ def test_a_training_in_this_process(
     check_training(folder, template)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("template", ["image", "predict"])
 def test_all_that_is_printed_also_on_ray(

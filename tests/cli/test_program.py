@@ -37,6 +37,7 @@ def test_its_status_is_what_the_command_line_says(arguments: list[str], status: 
     assert dp_ray(*arguments).returncode == status
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_is_to_happen_at_the_end_happens(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text(LEAVES)
@@ -69,6 +70,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.full(but=["arguments3-pyarrow-12-130"])
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(
     ("arguments", "module", "number", "status"),
@@ -93,6 +95,7 @@ def test_a_signal_within_its_first_imports_ends_it(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full(but=["arguments1-2"])
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(

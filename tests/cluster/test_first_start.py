@@ -29,6 +29,7 @@ def owner_of(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(
@@ -85,6 +86,7 @@ except dp_ray.errors.RunInterrupted as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize(("moment", "way"), [("connect", "program"), ("connect", "python"), ("node", "python")])
@@ -111,6 +113,7 @@ def test_a_killed_command_leaves_no_ray(tmp_path: Path) -> None:
         command.running.kill()
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_without_the_quick_start_ray_starts_as_it_does_itself_and_the_outputs_are_the_same(
@@ -195,6 +198,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_process_may_use_a_ray_without_a_token_after_one_with(tmp_path: Path) -> None:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}

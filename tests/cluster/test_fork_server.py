@@ -102,6 +102,7 @@ def test_a_server_of_a_driver_with_many_open_files_forks_too(many_files: list[in
         assert [told(short_path, name) for name in ("a", "b")] == ["light", "heavy light"]
 
 
+@pytest.mark.full
 def test_a_killed_server_leaves_no_process(short_path: Path) -> None:
     with serving(short_path, num_light=2) as (server, process):
         assert asked(server, "a").wait(SECONDS) == 0

@@ -163,6 +163,7 @@ def test_a_server_that_dies_while_a_worker_waits_leaves_it_rays_own(
     assert said["modules"] == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -> None:
     """Each worker would take nearly two seconds for it; a prediction and a session's first start do without."""
@@ -179,6 +180,7 @@ def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -
     assert done.stdout.split() == sorted(quick_start.OF_TRAINING), done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_the_server_imports_is_torch_and_not_ray_and_starts_no_thread() -> None:
     """Ray starts threads and reads its environment when it is imported; a fork keeps neither."""
@@ -251,6 +253,7 @@ def test_torch_gets_the_threads_that_ray_would_set(
     assert quick_start.threads_of(WorkerKeys(cpus_per_worker=cpus)) == "7"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_killed_driver_ends_its_server(program: Path) -> None:
     code = (

@@ -71,6 +71,7 @@ def test_each_query_of_the_dashboard_names_a_gauge() -> None:
     assert labels <= {"run", "metric", "part"}
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.skipif(PROMETHEUS is None, reason="needs Prometheus, Debian's package `prometheus`")
 def test_prometheus_scrapes_the_gauges_of_a_run(run_in_session: Run, tmp_path: Path) -> None:

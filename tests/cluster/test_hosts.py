@@ -106,6 +106,7 @@ def test_workers_on_three_hosts_find_each_other_and_know_their_ranks(up: list[Ho
     assert loaded.outputs.shape == (100, 2)
 
 
+@pytest.mark.full
 def test_more_than_all_hosts_hold_is_refused_with_the_numbers(up: list[Host], tmp_path: Path) -> None:
     head = up[0]
     flags = ["jobs/tutorial.yaml", "--workers", "2", "--set", "cpus_per_worker=3", "--storage", str(tmp_path)]
@@ -115,6 +116,7 @@ def test_more_than_all_hosts_hold_is_refused_with_the_numbers(up: list[Host], tm
     assert "2 workers need 6 CPU (3 CPU each); the cluster of 3 nodes has 6 CPU, room for 0 workers" in done.stderr
 
 
+@pytest.mark.full
 def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
     up[1].kill()  # a node that was drained takes no more work
 
 
+@pytest.mark.full
 def test_survivors_go_on_without_a_host_until_it_comes_back_and_without_one_that_is_drained(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:
@@ -165,6 +168,7 @@ def test_survivors_go_on_without_a_host_until_it_comes_back_and_without_one_that
     up[1].kill()  # a node that was drained takes no more work
 
 
+@pytest.mark.full
 def test_a_host_that_is_cut_off_costs_time_and_no_sample(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:
@@ -186,6 +190,7 @@ def test_a_host_that_is_cut_off_costs_time_and_no_sample(
     assert result.world_sizes[:2] == [3, 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", ["train", "predict"])
 def test_survivors_go_on_without_a_host_that_is_cut_off_and_what_it_writes_does_not_count(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path, task: str
@@ -216,6 +221,7 @@ def test_survivors_go_on_without_a_host_that_is_cut_off_and_what_it_writes_does_
     assert result.world_sizes[:2] == [3, 2]
 
 
+@pytest.mark.full
 def test_a_job_that_finds_no_room_any_more_says_so_and_can_be_run_again_with_less(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:

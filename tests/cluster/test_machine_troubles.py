@@ -278,6 +278,7 @@ def predicted(dataset: str, folder: Path, collate: str | None, start: Any) -> En
 STACKED = "tests.cluster.test_machine_troubles:stacked"
 
 
+@pytest.mark.full(but=["torch's collate"])
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may mount")
 @pytest.mark.parametrize(
     ("dataset", "collate", "says"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dp_ray.cluster.membership import Leave, Left, Loss, Member, Membership, Phase, Place, View
 from dp_ray.tasks.held import most_finished
+from tests.support.chance import examples
 from tests.support.views import FAULTS, Broken, Model, Worker
 
 BUDGETS = [{"kill": 2}, {"kill": 1, "come": 1}, {"silence": 1, "kill": 1}, {"drain": 2, "kill": 1}]
@@ -43,12 +44,14 @@ def explored(model: Model, budget: dict[str, int]) -> int:
     return len(seen)
 
 
+@pytest.mark.full(but=["kill"])
 @pytest.mark.parametrize("budget", BUDGETS, ids="-".join)
 def test_three_workers_in_every_interleaving(budget: dict[str, int]) -> None:
     steps = 2 if "drain" in budget else 3  # else it takes long
     assert explored(Model(3, steps), budget) > 20_000
 
 
+@pytest.mark.full(but=["3-budget0"])
 @pytest.mark.parametrize(
     ("workers", "budget"), [(3, {"kill": 1, "keep": 1}), (2, {"kill": 2, "come": 1, "keep": 1, "look": 1})]
 )
@@ -65,7 +68,7 @@ def test_a_job_that_needs_all_its_workers_waits_for_the_newcomer() -> None:
     assert explored(Model(3, 2, all_of_three), {"kill": 1, "drain": 1}) > 1_000
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_four_workers_over_three_steps_come_to_the_end(data: st.DataObject) -> None:
     model, chance = Model(4, 3), data.draw(st.randoms(use_true_random=False))
@@ -156,6 +159,7 @@ class LeavesOutAtOnce(Membership):
         return super().settle()
 
 
+@pytest.mark.full(but=["NeverSaysNow-budget2-nothing happens", "TellsOfNobodyExcluded-budget7-nobody is told"])
 @pytest.mark.parametrize(
     ("make", "budget", "says"),
     [

@@ -103,6 +103,7 @@ def growing(folder: Path, **keys: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.full
 def test_an_elastic_job_does_not_grow_onto_a_node_of_another_kind(
     cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +139,7 @@ class BrokenThere(nn.Module):
         return outputs
 
 
+@pytest.mark.full
 def test_an_elastic_job_goes_on_without_a_node_whose_gpu_is_broken(
     cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +151,7 @@ def test_an_elastic_job_goes_on_without_a_node_whose_gpu_is_broken(
     assert "which has a broken GPU" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_a_parallel_module_takes_no_worker_of_another_kind(
     cluster: Cluster, in_project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -356,6 +356,7 @@ def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in
         dp_ray.run("jobs/tutorial.yaml", workers=5, address=made_up_gpus, name="five", **keys)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_named_gpus_of_several_workers_are_reserved(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
     """They are not used here, as torch has no CUDA: a run that fits would fail where its first worker needs one."""
@@ -372,6 +373,7 @@ def test_named_gpus_of_several_workers_are_reserved(made_up_gpus: str, tmp_path:
         dp_ray.run("jobs/model_parallel.yaml", workers=3, devices=["cuda:0", "cuda:1"], **keys)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"gpus_per_worker": 2, "storage": str(tmp_path), "address": made_up_gpus, "quiet": True}

@@ -672,6 +672,7 @@ def answer_at(port: int) -> bytes:
         return b""
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_ray_that_dp_ray_starts_still_runs_a_task_in_an_environment_of_its_own() -> None:
@@ -756,6 +757,7 @@ def autoscaling() -> Iterator[str]:
                 end(process)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_gpu_nodes_that_an_autoscaler_may_add_are_the_clusters(
     autoscaling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

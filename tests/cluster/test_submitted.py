@@ -119,6 +119,7 @@ def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Clu
     assert told(result) == told(plain)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_rays_own_commands_work_as_the_page_gives_them(cluster: Cluster, tmp_path: Path) -> None:
     """A job of `ray job submit` has the name of its run, by which `dp-ray status` finds it."""
@@ -192,6 +193,7 @@ def cable(to: str) -> Iterator[Cable]:
         made.remove()
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("variables_kept")
 def test_a_follower_prints_each_word_once_though_the_connection_breaks(
@@ -246,6 +248,7 @@ def test_a_job_file_that_is_not_sent_is_refused(tmp_path: Path) -> None:
     assert f"job.yaml: is not below {ROOT}, the folder that is sent to the cluster" in told_of.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
@@ -279,6 +282,7 @@ def test_a_token_that_is_refused_is_told_in_one_line() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_address_that_is_none_is_a_mistake_of_the_command_line() -> None:
     for address in ("garbage", ""):

@@ -34,6 +34,7 @@ from dp_ray.text import hide
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop, quarantined
 from tests.support.builders import loader_of
+from tests.support.chance import examples
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.trainings import assert_as_good_loop, job_of
 
@@ -50,6 +51,7 @@ def job(model: str = "mlp", workers: int = 1, image: bool = False, **keys: Any) 
     return job_of(model, data, **{**given, **keys})
 
 
+@pytest.mark.full(but=["3-True"])
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
@@ -126,6 +128,7 @@ def outputs_of(samples: list[int]) -> torch.Tensor:
     return outputs
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("dataset", "workers", "processes"), [("Broken", 2, 0), ("InBulk", 1, 2)])
 def test_reads_that_hang_are_ended_and_set_aside(tmp_path: Path, dataset: str, workers: int, processes: int) -> None:
@@ -148,6 +151,7 @@ def test_one_more_than_the_limit_ends_the_job_with_the_list(tmp_path: Path) -> N
     assert len(outputs) == 20
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_resumed_training_forgets_what_it_runs_again(tmp_path: Path) -> None:
     """Killed at step 9, after its checkpoint at step 6: the same weights, history and quarantine as at once."""
@@ -177,6 +181,7 @@ def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
     assert after == list(range(23)) and kept == [[11]]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_evaluation_is_over_the_good_rows_and_says_how_many(tmp_path: Path) -> None:
     data = {"target": "tests.support.bad_data:Broken", "args": {"length": 20, "raises": [0, 1, 2], "nan": [7]}}
@@ -222,6 +227,7 @@ def test_what_a_users_collate_cannot_collate_is_set_aside(tmp_path: Path, scatte
     assert torch.allclose(outputs[[kept.index(index) for index in good]], outputs_of(good), atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_with_no_bad_sample_nothing_changes(tmp_path: Path) -> None:
     data = {"target": "tests.support.bad_data:Broken", "args": {"image": True}}
@@ -326,6 +332,7 @@ def test_with_all_samples_bad_a_prediction_ends_with_an_error(tmp_path: Path) ->
         predicted(tmp_path, bad={"raises": list(range(23))}, on_error={"quarantine": 30})
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_bad_samples_at_random_places_with_kills_change_nothing_else(tmp_path: Path, seed: int) -> None:
@@ -426,7 +433,7 @@ def kept_of(errors: dict[int, Exception], names: list[Any], folder: Path) -> tup
     errors=st.dictionaries(st.integers(1, 14), st.tuples(st.sampled_from(ERRORS), MESSAGES), min_size=1, max_size=8),
     names=st.lists(ANY_TEXT | st.integers() | st.floats() | st.none(), min_size=15, max_size=15),
 )
-@settings(max_examples=settings().max_examples // 20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(5), suppress_health_check=list(HealthCheck))
 def test_samples_are_set_aside_whatever_their_errors_say(
     errors: dict[int, tuple[Callable[[str], Exception], tuple[str, int, str]]], names: list[Any]
 ) -> None:

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from dp_ray.data import Arrow, Csv, JsonLines, Parquet, WebDataset
 from dp_ray.data.values import array, decoded, tensors
 from dp_ray.errors import DataError
+from tests.support.chance import examples
 from tests.support.tables import shard
 
 BLOCK = tarfile.BLOCKSIZE
@@ -194,6 +195,7 @@ def write_fields(path: Path) -> None:
     path.write_text(text.getvalue().rstrip())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "write", "make", "oracle"),
     [("0.jsonl", write_lines, JsonLines, lines), ("0.csv", write_fields, Csv, fields)],
@@ -246,6 +248,7 @@ def test_a_quote_that_is_not_closed_does_not_swallow_the_rest(tmp_path: Path, te
         Csv(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_of_a_damaged_parquet_file_with_checksums_the_rows_are_the_right_ones(
@@ -260,6 +263,7 @@ def test_of_a_damaged_parquet_file_with_checksums_the_rows_are_the_right_ones(
         assert found is None or found == ROWS, (at, found)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_of_a_damaged_arrow_file_no_row_and_no_column_is_lost(tmp_path: Path) -> None:
     """Arrow has no checksums: a number may be another one."""
@@ -284,6 +288,7 @@ def test_a_record_batch_whose_head_lost_its_rows_is_not_passed_over(tmp_path: Pa
     assert empty
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_of_a_damaged_shard_no_sample_and_no_file_of_one_is_lost(tmp_path: Path) -> None:
     """A tar file has checksums of its headers alone."""
@@ -477,9 +482,10 @@ def check_damaged(form: Form, whole: bytes, path: Path, edits: list[tuple[str, i
         assert len(found) == len(ROWS)
 
 
+@pytest.mark.full(but=["parquet-none-2.0", "arrow-lz4", "tar-ustar", "csv", "jsonl"])
 @pytest.mark.parametrize("name", list(FORMS))
 @given(edits=EDITS)
-@settings(max_examples=settings().max_examples // 4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 def test_any_damage_is_told_or_the_rows_are_those_of_another_reader(
     tmp_path: Path, name: str, edits: list[tuple[str, int, int, bytes]]
 ) -> None:
@@ -493,7 +499,7 @@ VALUES = {"x": NUMBERS, "y": ["a", 2]}
 
 @pytest.mark.parametrize("decode", [array, tensors])
 @given(edits=EDITS)
-@settings(max_examples=settings().max_examples // 4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 def test_a_damaged_member_of_a_shard_gives_no_other_values(
     decode: Any, edits: list[tuple[str, int, int, bytes]]
 ) -> None:

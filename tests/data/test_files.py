@@ -18,6 +18,7 @@ from dp_ray.data import Csv, JsonLines, Parquet
 from dp_ray.errors import DataError
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
+from tests.support.chance import examples
 from tests.support.names import Way, found_at, trees, ways
 
 
@@ -160,7 +161,7 @@ def check_names(folder: str, names: list[str], data: st.DataObject) -> None:
 
 
 @given(names=trees(["\n", "\x01", NOT_TEXT]), data=st.data())
-@settings(max_examples=settings().max_examples // 5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
 def test_all_ways_of_naming_files_take_what_one_rule_says(names: list[str], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         check_names(folder, names, data)

@@ -62,6 +62,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_job_file_alone_trains_and_predicts(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.format(folder=saved))

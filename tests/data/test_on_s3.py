@@ -29,6 +29,7 @@ from dp_ray.errors import DataError
 from dp_ray.storage import Storage
 from tests.data.test_tokens import FORMS
 from tests.support import tables
+from tests.support.chance import examples
 from tests.support.feeds import MEMORY, PREDICT, ROWS, InMemory, job_of, loader, predicted, rows, trained
 from tests.support.group import ProcessExit, run_group
 from tests.support.models import Rows
@@ -57,6 +58,7 @@ class Vectors(Rows):
         self.data = torch.tensor(tables.columns()["vector"])
 
 
+@pytest.mark.full
 def test_parquet_by_url_gives_the_outputs_of_a_dataset_in_memory(server: "Server", tmp_path: Path) -> None:
     from tests.support.s3 import SECRET
 
@@ -85,6 +87,7 @@ def test_a_glob_by_url_finds_shards_whose_index_is_kept_beside_them(server: "Ser
     assert set(dataset.pins) == {"s3://bucket/shards/0.tar", "s3://bucket/shards/1.tar"}
 
 
+@pytest.mark.full
 def test_tokens_by_url_are_those_of_the_disk_and_keep_their_lengths_beside_them(
     server: "Server", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +252,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
     return Wanted(weights, predicted(folder / "predict", {**MEMORY, "inputs": "first"}, workers=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("write", "workers_and_processes"),
     [(parquet, [(1, 2), (2, 0), (3, 0)]), (shards, [(2, 2), (1, 0), (3, 0)])],
@@ -306,6 +310,7 @@ def mortal(given: dict[str, Any], folder: Path, kind: type[Mortal] = Mortal) -> 
     return {**given, "dataset": {"target": f"tests.data.test_on_s3:{kind.__name__}", "args": args}}
 
 
+@pytest.mark.full
 def test_a_worker_killed_within_a_row_group_loses_nothing(server: "Server", tmp_path: Path, wanted: Wanted) -> None:
     given = mortal(source(server, parquet, "mortal", tmp_path / "files"), tmp_path)
     checkpoint = {"every_steps": 1}
@@ -318,6 +323,7 @@ def test_a_worker_killed_within_a_row_group_loses_nothing(server: "Server", tmp_
     assert predicted(tmp_path / "predict", given, workers=3) == wanted.outputs
 
 
+@pytest.mark.full
 def test_a_worker_killed_while_it_reads_ahead_loses_nothing(server: "Server", tmp_path: Path) -> None:
     given = mortal(source(server, parquet, "ahead", tmp_path / "files"), tmp_path, MortalAhead)
     memory = {"dataset": "tests.data.test_on_s3:InBlocks"}
@@ -334,6 +340,7 @@ def test_a_worker_killed_while_it_reads_ahead_loses_nothing(server: "Server", tm
     assert predicted(tmp_path / "predict", given, workers=3, **in_order) == alone
 
 
+@pytest.mark.full
 def test_a_store_that_fails_now_and_then_loses_nothing(server: "Server", tmp_path: Path, wanted: Wanted) -> None:
     given = source(server, parquet, "shaky/jobs", tmp_path / "files")
     before = len(server.log.read_text())
@@ -342,6 +349,7 @@ def test_a_store_that_fails_now_and_then_loses_nothing(server: "Server", tmp_pat
     assert min(told.count(what) for what in ("FAIL", "CUT", "HALF")) > 2
 
 
+@pytest.mark.full
 def test_a_store_that_fails_for_good_is_told(
     server: "Server", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +385,7 @@ def good(number: int) -> int:
     return number
 
 
+@pytest.mark.full
 def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
     """They are set aside with what they carry, and what is mended takes its place."""
     numbers = range(ROWS)
@@ -406,7 +415,7 @@ def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
 
 
 @given(names=trees(), data=st.data())
-@settings(max_examples=settings().max_examples // 20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(5), suppress_health_check=list(HealthCheck))
 def test_files_of_a_store_are_named_by_the_same_rule(server: "Server", names: list[str], data: st.DataObject) -> None:
     folder, client = f"names-{uuid.uuid4()}", server.client()
     for name in names:

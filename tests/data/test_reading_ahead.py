@@ -89,6 +89,7 @@ ORDERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.full(but=["keys2"])
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [*ORDERS, {"shuffle": {"window_blocks": 4}, "shards": 2, "scatter": "batch"}])
 def test_a_slow_model_does_not_wait_for_a_slow_store(table: str, keys: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ def test_without_reading_ahead_the_loop_waits_for_each_row_group(table: str) -> 
     assert not dataset.ahead
 
 
+@pytest.mark.full(but=["shuffle1"])
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [False, {"window_blocks": 4}])
 def test_loader_processes_read_ahead_too(table: str, tmp_path: Path, shuffle: Any) -> None:

@@ -104,6 +104,7 @@ def test_a_worker_that_cuts_whole_batches_holds_the_whole_window(tmp_path: Path)
     assert set(Counter(log.read_text().splitlines()).values()) == {1}
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_workers_on_ray_end_at_the_bits_of_one_process(tmp_path: Path, run_in_session: Any) -> None:
     data = {"target": "dp_ray.data:Parquet", "args": {"paths": str(tables(tmp_path))}}

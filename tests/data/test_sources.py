@@ -30,6 +30,7 @@ from dp_ray.data import text as text_tables
 from dp_ray.data.values import image as decode_image
 from dp_ray.data.values import row_getter
 from dp_ray.errors import DataError, JobError
+from tests.support.chance import examples
 from tests.support.tables import ROWS, TYPES, columns, jpeg, json_lines, parquet, sample, shard
 
 
@@ -456,7 +457,7 @@ FIELDS = st.one_of(PLAIN, QUOTED, BEHIND)
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     rows=st.lists(st.tuples(FIELDS, FIELDS), min_size=1, max_size=12),
     ends=st.sampled_from(["\n", "\r\n", "\r"]),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dp_ray.data import Arrow, JsonLines, Parquet, Tokens, cu_seqlens, document_mask, tokens
 from dp_ray.errors import DataError, JobError
+from tests.support.chance import examples
 
 Documents = Sequence[Sequence[int]]
 CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}  # in Megatron's indexed_dataset.py
@@ -92,8 +93,9 @@ def windows_of(stream: list[int], length: int) -> list[tuple[list[int], list[int
     return found
 
 
+@pytest.mark.full(but=["megatron", "npy", "arrow file", "parquet"])
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     of=st.lists(documents, min_size=1, max_size=3), length=st.integers(1, 9), block=st.sampled_from([8, 64, 1 << 22])
 )
@@ -234,7 +236,7 @@ def test_what_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_what_is_damaged_anywhere_is_an_error_or_another_token(
     form: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

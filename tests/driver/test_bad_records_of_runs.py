@@ -117,6 +117,7 @@ def broken(folder: Path, raises: list[int]) -> dict[str, Any]:
     return {"target": "tests.support.bad_data:Broken", "args": args}
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.slow
 @pytest.mark.parametrize("file_bytes", [1, 1 << 30])
 def test_what_succeeds_again_takes_its_place(
@@ -282,6 +283,7 @@ def test_on_ray_a_killed_worker_changes_nothing(run_in_session: Run, tmp_path: P
     assert dp_ray.load(tmp_path / "full").restarts == 0
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_on_ray_what_is_kept_and_carried_is_whole_after_a_retry(run_in_session: Run, tmp_path: Path) -> None:
     """Two of three bad samples are mended; the third one is in the quarantine, with nothing carried."""
@@ -314,6 +316,7 @@ class Doubled(torch.nn.Module):
         return {"twice": inputs * 2, "thrice": inputs * 3}
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_on_ray_a_stream_with_bad_records_is_that_of_one_process(run_in_session: Run, tmp_path: Path) -> None:
     args = {"iterable": "tests.support.bad_data:lines", "rows": 23, "decode": "tests.support.bad_data:inputs_of"}

@@ -39,6 +39,7 @@ def at_random(seed: int, workers: int, faults: int, steps: int) -> str:
     return "; ".join([*killed, f"pause worker 0 for 1s at step {chance.randrange(1, steps)}"])
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_training_under_ten_faults_ends_as_if_there_were_none(cluster: Cluster, run: Run, tmp_path: Path) -> None:
     """Of the driver too: the first kills itself, the second is killed from outside, each with its workers."""
@@ -141,6 +142,7 @@ def told_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_restarted_workers_need_no_environment_of_their_own_on_a_ray_of_dp_rays_own(tmp_path: Path) -> None:
     """Ray would start its agent for one, which takes longer than all else in a restart."""
@@ -157,6 +159,7 @@ def test_restarted_workers_need_no_environment_of_their_own_on_a_ray_of_dp_rays_
     assert result["weights_sha256"] == undisturbed.weights_sha256
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_restarted_workers_have_env_before_they_import_anything(run: Run, tmp_path: Path) -> None:
     job = telling(tmp_path, env={"DP_RAY_TESTED": "7"}, on_lost_worker="restart")
@@ -184,6 +187,7 @@ class ShortOfMemory(torch.nn.Linear):
         return super().forward(inputs.flatten(1))
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_memory_that_is_not_free_right_after_a_restart_is_waited_for(run_in_session: Run, tmp_path: Path) -> None:
     model = {"target": "tests.driver.test_faults:ShortOfMemory", "args": {"folder": str(tmp_path)}}
@@ -194,6 +198,7 @@ def test_memory_that_is_not_free_right_after_a_restart_is_waited_for(run_in_sess
     assert (result.status, result.world_sizes) == ("done", [2, 2, 2])
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_an_error_that_comes_back_ends_the_job_at_once(run: Run, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sample 60 of the dataset raised OSError"):
@@ -231,6 +236,7 @@ def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_st
     assert result.rows == 96
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_worker_that_hangs_again_in_the_same_step_ends_the_job(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"(?s)hangs again: rank 0 on .* in step 6 for .*in hang_for_ever"):
@@ -276,6 +282,7 @@ def processes() -> set[int]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_workers_killed_while_they_start_on_a_full_cluster_leave_its_room_free(run: Run) -> None:
     """What a start that failed held on to would be missing for ever: two workers take all that there is."""
@@ -310,6 +317,7 @@ def is_worker(pid: int) -> bool:
     return False
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("then", ["go_on", "restart"])
 def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run, then: str) -> None:

@@ -68,6 +68,7 @@ def test_own_workers_and_those_of_a_session_give_the_bits_of_this_process(
     assert [one.world_sizes for one in (here, alone, shared)] == [[1], [2], [2]]
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_each_kind_serves_modules_and_then_runs_a_job(
     session: Session, cluster: Cluster, tmp_path: Path, in_project: Path

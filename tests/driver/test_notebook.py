@@ -83,6 +83,7 @@ def stderr(outputs: list[Any]) -> str:
     return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stderr")
 
 
+@pytest.mark.full
 def test_the_progress_is_one_line_and_no_line_has_the_name(notebook: Notebook) -> None:
     notebook.run("import dp_ray.telemetry.times; dp_ray.telemetry.times.JUDGED_FROM = 1e9")  # this run is a short one
     outputs = notebook.run("result = dp_ray.run(**keys)")
@@ -145,6 +146,7 @@ def own_kernel() -> Iterator[Notebook]:
         yield notebook
 
 
+@pytest.mark.full
 def test_the_tutorials_notebook_prints_its_sizes(own_kernel: Notebook) -> None:
     """On 8 workers first, which the others then share. The oracle is torch.chunk."""
     read: Any = nbformat.read  # which has no types

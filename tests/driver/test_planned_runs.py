@@ -23,6 +23,7 @@ from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.plan.costs import plan_table
 from tests.support.builders import run_dir_of
+from tests.support.chance import examples
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
 from tests.support.training import Pairs
@@ -124,7 +125,7 @@ JOBS = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 24), JOBS, st.none() | EVALS, CHECKPOINTS, st.booleans())
 def test_a_training_does_what_the_plan_says(
     rows: int, keys: dict[str, Any], evaluation: dict[str, Any] | None, checkpoint: dict[str, Any], is_clocked: bool
@@ -179,7 +180,7 @@ def test_a_training_does_what_the_plan_says(
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(["predict", "evaluate"]), st.integers(1, 24), st.integers(1, 12), st.integers(1, 4), st.booleans()
 )
@@ -208,6 +209,7 @@ def test_a_dataset_of_random_length_has_the_runs_length(tmp_path: Path) -> None:
     assert rows == dp_ray.run(**keys, quiet=True).rows
 
 
+@pytest.mark.full
 def test_it_has_without_torch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plain_data.py").write_text(
         "import random\n\ndef rows():\n    return [0] * random.randrange(9, 9999)\n"

@@ -445,6 +445,7 @@ def reported(run_dir: Path, capsys: pytest.CaptureFixture[str], as_json: bool = 
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_attempts_end_is_told_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended(tmp_path, 15, 0, "SIGINT")

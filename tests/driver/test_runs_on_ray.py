@@ -138,6 +138,7 @@ class Patience(models.Linear):
         return torch.full((len(inputs),), backend.options._timeout.total_seconds())
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize(("step", "seconds"), [(2000, 4000.0), (60, 1800.0), (None, 7 * 86400.0)])
 def test_a_workers_group_waits_longer_than_a_step_may_take(
@@ -158,6 +159,7 @@ def test_a_users_print_comes_once_with_its_rank(run_in_session: Run, capfd: pyte
     assert sorted(captured.err.splitlines()) == said
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_what_a_loaders_process_prints_comes_too(run_in_session: Run, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = {"target": "tests.driver.test_runs_on_ray:Chatty", "args": {"length": 4}}
@@ -256,6 +258,7 @@ def another_ray(cluster: Cluster) -> Iterator[None]:
             process.kill()
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(
     cluster: Cluster, embedded: Embedded, another_ray: None, tmp_path: Path
@@ -392,6 +395,7 @@ class Marked(Slow):
         return super().__getitem__(index)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
     run: Run, tmp_path: Path, killer: Callable[[Path], threading.Thread]
@@ -407,6 +411,7 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
         )
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""
@@ -421,6 +426,7 @@ def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None
     assert not embedded.left, "an embedded Ray leaves its folder behind"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_run_under_uv_has_the_drivers_python_on_its_workers(tmp_path: Path) -> None:
     """Ray would start the workers by `uv run`, here a uv that is not there, and the run would wait for ever."""
@@ -448,6 +454,7 @@ def test_a_run_under_uv_has_the_drivers_python_on_its_workers(tmp_path: Path) ->
     assert json.loads(out.splitlines()[-1])["status"] == "done"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: Path) -> None:
     job = f"{sys.executable} -m dp_ray run jobs/tutorial.yaml --workers 0 --set dataset.args.length=30000"
@@ -515,6 +522,7 @@ def users_own_ray(cluster: Cluster) -> Iterator[None]:
             read_variables_anew()
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_callers_own_ray_is_used_and_left_alone_and_what_other_jobs_hold_is_waited_for(
     cluster: Cluster,

@@ -70,6 +70,7 @@ def test_a_block_that_raises_leaves_no_object_nor_an_upload(server: Server, size
     assert server.uploads(f"raises-{size}") == []
 
 
+@pytest.mark.full
 def test_a_program_that_ends_while_it_writes_completes_nothing(server: Server) -> None:
     code = f"""
 from dp_ray.storage import Storage, UnfinishedFile
@@ -132,6 +133,7 @@ def reads(server: Server, path: str) -> int:
     return sum(line.startswith("GET ") and path in line for line in server.log.read_text().splitlines())
 
 
+@pytest.mark.full
 def test_one_of_several_workers_reads_a_checkpoint(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +161,7 @@ def assert_ended(server: Server, run: str) -> None:
     assert left == {*OUTPUT_FILES, *told}
 
 
+@pytest.mark.full
 def test_a_predict_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     result = dp_ray.run(**predicting(server, "predict"))
@@ -172,6 +175,7 @@ def test_a_predict_run(server: Server, tmp_path: Path, monkeypatch: pytest.Monke
         dp_ray.run(**predicting(server, "predict"))
 
 
+@pytest.mark.full
 def test_a_training_run(server: Server, tmp_path: Path) -> None:
     result = dp_ray.run(**training(server, "train"))
     local = dp_ray.run(**training(server, "train", storage=str(tmp_path)))
@@ -196,6 +200,7 @@ class Kills(models.SlowPairs):
         return super().__getitem__(index)
 
 
+@pytest.mark.full
 def test_a_killed_driver_is_resumed(server: Server, tmp_path: Path) -> None:
     dataset = {"target": "tests.driver.test_runs_on_s3:Kills", "args": {"folder": str(tmp_path)}}
     keys = training(server, "killed", dataset=dataset)
@@ -212,6 +217,7 @@ def test_a_killed_driver_is_resumed(server: Server, tmp_path: Path) -> None:
     assert server.uploads("killed") == []
 
 
+@pytest.mark.full
 def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
     job = training(server, "secret", quiet=False)
     result = dp_ray.run(**job)
@@ -258,6 +264,7 @@ def test_a_run_through_ray(
     assert SECRET not in told and IN_URL not in told
 
 
+@pytest.mark.full
 def test_pieces_of_a_sharded_training_and_a_damaged_one(server: Server, tmp_path: Path) -> None:
     """3 workers end early; 2 go on from the checkpoint before the damaged one, to the bits of one process."""
     url = server.url("pieces")

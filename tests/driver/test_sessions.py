@@ -43,6 +43,7 @@ def alone(tmp_path: Path, job: str, **keys: Any) -> dp_ray.Result:
     return dp_ray.run(job, workers=0, shards=3, storage=str(tmp_path), name="alone", quiet=True, **keys)
 
 
+@pytest.mark.full(but=["jobs/digits.yaml"])
 @pytest.mark.parametrize("job", ["jobs/tutorial.yaml", "jobs/digits.yaml"])
 def test_jobs_on_the_same_workers_give_what_one_process_gives(
     session: Session, tmp_path: Path, in_project: Path, job: str
@@ -60,6 +61,7 @@ def test_jobs_on_the_same_workers_give_what_one_process_gives(
     assert pids(results[2]) == pids(results[1])[:1]
 
 
+@pytest.mark.full
 def test_a_job_starts_from_what_an_earlier_one_trained(session: Session, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"workers": 2, "storage": str(tmp_path)}
     trained = session.run("jobs/digits.yaml", name="trained", max_steps=5, **keys)
@@ -132,6 +134,7 @@ def test_a_job_finds_nothing_of_the_one_before_it(
     assert after.outputs_sha256 == clean.outputs_sha256
 
 
+@pytest.mark.full
 def test_workers_with_remains_are_started_anew_with_the_reason(
     session: Session, tmp_path: Path, in_project: Path, capfd: Lines
 ) -> None:
@@ -143,6 +146,7 @@ def test_workers_with_remains_are_started_anew_with_the_reason(
     assert not set(pids(left)) & set(pids(after))
 
 
+@pytest.mark.full
 def test_fifty_jobs_leave_workers_as_they_were(session: Session, tmp_path: Path, in_project: Path) -> None:
     def run(number: int) -> list[psutil.Process]:
         keys: dict[str, Any] = {"storage": str(tmp_path), "name": f"run-{number}", "quiet": True}
@@ -169,6 +173,7 @@ def test_fifty_jobs_leave_workers_as_they_were(session: Session, tmp_path: Path,
         assert one.memory_info().rss < 1.1 * was
 
 
+@pytest.mark.full
 def test_a_session_runs_one_job_at_a_time(session: Session, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"model": "tests.support.models:Linear", "batch_size": 1, "workers": 1}
     keys |= {"storage": str(tmp_path), "dataset": models.Rows(4)}
@@ -207,6 +212,7 @@ def test_ctrl_c_stops_the_job_and_the_session_stays(
     assert pids(result) == before, "the workers stay"
 
 
+@pytest.mark.full
 def test_a_session_that_is_idle_for_long_ends_and_says_so(
     session: Session, cluster: Cluster, in_project: Path
 ) -> None:
@@ -241,6 +247,7 @@ EDITED = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_embedded", [True, False], ids=["embedded", "cluster"])
 def test_code_that_was_edited_between_two_jobs_is_what_runs(
     cluster: Cluster, tmp_path: Path, is_embedded: bool
@@ -256,6 +263,7 @@ def test_code_that_was_edited_between_two_jobs_is_what_runs(
     assert "second: the workers are started anew: edited_layer.py was edited\n" in done.stderr
 
 
+@pytest.mark.full
 def test_an_edit_of_code_that_the_callers_own_ray_has_sent_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
     sent = f"dict(working_dir='.', py_modules=[{str(ROOT / 'dp_ray')!r}], excludes=['runs'])"
     connects = f"import ray\nray.init({cluster.address!r}, runtime_env={sent}, log_to_driver=False)\n"
@@ -269,6 +277,7 @@ def test_an_edit_of_code_that_the_callers_own_ray_has_sent_is_an_error(cluster: 
     assert "ClusterError: edited_layer.py was edited, and the workers would still import what" in done.stderr
 
 
+@pytest.mark.full
 def test_the_page_on_sessions_works(
     session: Session, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Lines
 ) -> None:
@@ -289,6 +298,7 @@ def test_the_page_on_sessions_works(
     assert {one["status"] for one in printed} == {"done"}
 
 
+@pytest.mark.full
 def test_of_several_jobs_the_first_failure_ends_them_or_not(
     session: Session,
     cluster: Cluster,
@@ -314,6 +324,7 @@ def test_of_several_jobs_the_first_failure_ends_them_or_not(
     assert "error: rank 0" in shown.err
 
 
+@pytest.mark.full
 def test_the_death_of_the_driver_ends_its_session(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
     code = f"""
         import dp_ray, os, time

@@ -160,6 +160,7 @@ def test_the_number_fits_on_all_workers(tmp_path: Path, bitwise: bool) -> None:
     assert found(run_group(job_of(card(most=16), **with_3), tmp_path / "three")) == 3
 
 
+@pytest.mark.full(but=["False"])
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_it_does_so_where_each_worker_holds_a_part_of_the_model(tmp_path: Path, bitwise: bool) -> None:
@@ -292,6 +293,7 @@ print(dp_ray.run(**training_of(here, model=card("Wide"), batch_size=14, max_step
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_that_the_system_refuses_counts(tmp_path: Path) -> None:
     """A process that may take the room of six rows and a half: 14 rows and 7 do not fit, and 4 do."""
@@ -301,6 +303,7 @@ def test_memory_that_the_system_refuses_counts(tmp_path: Path) -> None:
     assert ran.stdout.strip() == "4"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_workers_on_ray_find_the_number_and_run_the_job(run: Run) -> None:
     """Both on the same two workers, of which the second holds fewer rows."""

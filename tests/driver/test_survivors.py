@@ -41,6 +41,7 @@ def test_a_prediction_whose_worker_is_killed(run: Run, tmp_path: Path, capfd: py
     assert [one["level"] for one in result.interruptions] == ["memory"]
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_worker_killed_in_each_part_of_a_step(run: Run, tmp_path: Path) -> None:
     dataset = {"target": "tests.support.training:Images", "args": {"length": 20}}
@@ -78,6 +79,7 @@ class DeadlyToNewcomers(SlowPairs):
         return super().__getitem__(index)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_newcomers_that_die_as_they_start_are_no_more_started_and_the_others_go_on(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -108,6 +110,7 @@ def test_workers_of_a_session_go_on_and_its_next_job_has_all_of_them(session: Se
     assert after.world_sizes == [2]
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_session_goes_on_with_those_that_stay_where_others_are_killed_between_two_jobs(
     session: Session, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
@@ -174,6 +177,7 @@ LOOP: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("rejoin", [3, 10])
 def test_a_loop_whose_worker_hangs_goes_on_after_that_is_named_and_killed(

@@ -80,6 +80,7 @@ def test_a_worker_imports_nothing_of_ray_that_it_does_not_use(run: Run, tmp_path
     assert modules & unused == set()
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_ctrl_c_in_a_terminal_is_a_planned_stop_of_a_ray_of_its_own_too(run: Run, tmp_path: Path) -> None:
     """All processes of the terminal get it: Ray's own, and the workers."""
@@ -102,6 +103,7 @@ def test_ctrl_c_in_a_terminal_is_a_planned_stop_of_a_ray_of_its_own_too(run: Run
     assert result.weights_sha256 == run(path, workers=0, name="undisturbed").weights_sha256
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_verify_says_yes_and_removes_what_it_ran(
     cluster: Cluster,
@@ -124,6 +126,7 @@ def test_a_metric_of_the_name_that_verify_uses_is_told() -> None:
         verify(Job.make({**SLOW, "metrics": metrics}, "job"), [1, 2], Options())
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_verify_names_the_first_step_and_parameter_that_differ(
     session: "dp_ray.Session",

@@ -119,6 +119,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(but=["ddp", "bitwise"])
 @pytest.mark.slow
 @pytest.mark.parametrize("what", list(COMBINATIONS))
 def test_weights_losses_and_buffers_are_the_same_bits(tmp_path: Path, what: str) -> None:
@@ -131,6 +132,7 @@ def test_weights_losses_and_buffers_are_the_same_bits(tmp_path: Path, what: str)
     assert any("calls" in name and int(tensor) == 8 for name, tensor in weights.items()), "one for each step"
 
 
+@pytest.mark.full(but=["fsdp"])
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_language_model_ends_where_plain_torch_does(tmp_path: Path, strategy: str) -> None:

@@ -173,6 +173,7 @@ def assert_plain(weights: dict[str, torch.Tensor], history: Any, skipped: tuple[
 FORMS = ["lists", "packed", "graph", "padded"]
 
 
+@pytest.mark.full(but=["packed", "graph"])
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_training_of_any_form_is_that_of_whole_batches_on_any_number_of_workers(tmp_path: Path, form: str) -> None:
@@ -188,6 +189,7 @@ def test_a_training_of_any_form_is_that_of_whole_batches_on_any_number_of_worker
     assert sum(report.rows for report in result.shapes) == 2 * ROWS
 
 
+@pytest.mark.full(but=["packed"])
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["graph", "packed"])
 def test_sharded_workers_without_rows_run_a_copy_of_such_a_batch(tmp_path: Path, form: str) -> None:

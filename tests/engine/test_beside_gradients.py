@@ -100,6 +100,7 @@ def some_ignored(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Ten
     return (nn.functional.cross_entropy(outputs, target, reduction="none") * counts).sum(), counts.sum()
 
 
+@pytest.mark.full(but=["torch.nn:CrossEntropyLoss"])
 @pytest.mark.parametrize("loss", ["torch.nn:CrossEntropyLoss", f"{HERE}:some_ignored"])
 def test_norms_known_early_are_torchs_to_the_bit(tmp_path: Path, loss: str) -> None:
     optimizer = {"target": f"{HERE}:Noting", "args": {"folder": str(tmp_path)}}

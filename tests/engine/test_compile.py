@@ -35,6 +35,7 @@ def test_a_bucket_is_summed_during_the_backward(tmp_path: Path) -> None:
     assert [line for line in lines if "step" in line] == 3 * ["step, 1 DDP"], "the trial's DDP is gone"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_bitwise_job_has_the_same_graphs_on_any_number_of_workers(tmp_path: Path) -> None:
     """Here a graph that is cut gives other bits."""
@@ -48,6 +49,7 @@ def test_a_bitwise_job_has_the_same_graphs_on_any_number_of_workers(tmp_path: Pa
         assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_every_block_of_fsdp_is_compiled(tmp_path: Path) -> None:
     lines = told(trained(tmp_path / "run", "numbered_blocks", strategy="fsdp", fsdp={"blocks": ["Numbered"]}))

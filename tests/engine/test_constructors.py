@@ -15,6 +15,7 @@ from dp_ray.engine.sharded.build import build_sharded
 from dp_ray.engine.world import World, alone
 from dp_ray.errors import JobError, ModelError
 from dp_ray.tensors.files import local
+from tests.support.chance import handful
 from tests.support.constructors import RECORDED, REFUSED, WHOLE, Constructed
 from tests.support.group import run_group, weights_of
 from tests.support.trainings import job_of
@@ -78,7 +79,7 @@ def steps_of(names: Sequence[str], most: int) -> st.SearchStrategy[list[tuple[st
 
 
 @given(recorded=steps_of(list(RECORDED), 8), whole=steps_of(list(WHOLE), 1), more=steps_of(list(RECORDED), 3))
-@settings(max_examples=settings().max_examples // 2, suppress_health_check=list(HealthCheck))
+@settings(max_examples=handful(50), suppress_health_check=list(HealthCheck))
 def test_any_constructor_gives_the_same_weights_or_is_built_whole(recorded: Steps, whole: Steps, more: Steps) -> None:
     steps = [*recorded, *whole, *more]
     seed_all(0)

@@ -139,6 +139,7 @@ def test_two_workers_leave_sums_below_fp32_to_no_all_reduce(tmp_path: Path, mode
         run_group(job, tmp_path, CountsExchanges())
 
 
+@pytest.mark.full(but=["None-2"])
 @pytest.mark.parametrize(("size", "exchanges"), [(None, 2), (0.5, 3)])
 def test_the_size_of_a_bucket_is_a_key_and_changes_no_bit(tmp_path: Path, size: float | None, exchanges: int) -> None:
     model = {"target": "tests.sim.jobs:Wide"}  # 2.7 MB

@@ -106,6 +106,7 @@ def named(**keys: Any) -> Job:
 BLOCKS = [f"blocks.{number}" for number in range(4)]
 
 
+@pytest.mark.full(but=["Asks-False"])
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("name", ["Halves", "Asks"])

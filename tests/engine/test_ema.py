@@ -165,6 +165,7 @@ def infinite(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return outputs.float().sum(1) * 3e38
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_average_of_a_compiled_model_is_compiled_too(tmp_path: Path) -> None:
     job = job_of("mlp", workers=1, ema={"decay": 0.8}, eval=EVAL, batch_size=101, epochs=2, compile=True)
@@ -261,6 +262,7 @@ def test_sharded_averages_are_the_same_bits_as_whole_ones(tmp_path: Path) -> Non
     assert left(mixed) == expected and repr(history_of(mixed)) == history
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("is_evaluated", [True, False])
 def test_sharded_averages_are_evaluated_and_the_training_goes_on_with_its_own_weights(

@@ -18,6 +18,7 @@ from tests.support.trainings import job_of, keys_of
 LOSES = {"on_error": {"quarantine": 3}}
 
 
+@pytest.mark.full(but=["2-keys5", "2-keys6"])
 @pytest.mark.parametrize(
     ("workers", "keys"),
     [

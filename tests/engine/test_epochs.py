@@ -89,6 +89,7 @@ def close(weights: Any) -> None:
     torch.testing.assert_close(dict(weights), plainly(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full(but=["3-2", "2-0"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "processes"), [(1, 0), (1, 2), (2, 0), (3, 2)])
 def test_any_workers_and_loaders_train_what_a_plain_loop_does(tmp_path: Path, workers: int, processes: int) -> None:
@@ -142,6 +143,7 @@ def test_each_epoch_is_told_once_before_its_first_batch() -> None:
     assert dataset.told == [0, 1, 2]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_it_draws_is_the_same_in_every_process(tmp_path: Path) -> None:
     weights = []

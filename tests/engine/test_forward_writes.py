@@ -25,6 +25,7 @@ from dp_ray.storage import Storage
 from dp_ray.tensors.files import write_tensors
 from tests.support import training
 from tests.support.builders import predictions_of, run_dir_of
+from tests.support.chance import examples
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.large import peak_of
 from tests.support.merging import merged
@@ -85,12 +86,14 @@ def test_each_way_to_write_follows_shard_0(tmp_path: Path, way: str) -> None:
     assert_as_in_plain_torch((way,), tmp_path / "2", workers=2)
 
 
+@pytest.mark.full(but=["momentum"])
 @pytest.mark.parametrize("way", ["momentum", "momentum_data", "momentum_replaced", "momentum_numpy"])
 def test_a_momentum_encoder_that_is_not_small_follows_shard_0(tmp_path: Path, way: str) -> None:
     for workers in (1, 3):
         assert_as_in_plain_torch((way,), tmp_path / str(workers), width=LARGE, workers=workers)
 
 
+@pytest.mark.full(but=["momentum_data-2"])
 @pytest.mark.parametrize(("way", "workers"), [("momentum_data", 2), ("replacing", 1)])
 def test_a_write_into_a_huge_parameter_that_can_be_undone_follows_shard_0(
     tmp_path: Path, way: str, workers: int
@@ -99,6 +102,7 @@ def test_a_write_into_a_huge_parameter_that_can_be_undone_follows_shard_0(
     assert_as_in_plain_torch((way,), tmp_path, HUGE, GENTLE, workers=workers, batch_size=15, shards=3)
 
 
+@pytest.mark.full
 def test_a_write_that_cannot_be_undone_is_an_error_that_names_it_unless_nobody_needs_what_was_before(
     tmp_path: Path,
 ) -> None:
@@ -204,7 +208,7 @@ def test_contents_that_differ_have_other_digests(before: torch.Tensor, after: to
     assert found["before"] == found["the same"] != found["after"]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     st.sets(st.sampled_from(WAYS), min_size=1, max_size=4),
     st.integers(1, 5),
@@ -220,6 +224,7 @@ def test_any_ways_to_write_follow_shard_0(ways: set[str], shards: int, workers: 
 ALL = ("momentum_data", "clamp", "max_norm", "lazily", "hiding", "assigning", "making")
 
 
+@pytest.mark.full(but=["8"])
 @pytest.mark.parametrize("width", [8, LARGE])
 def test_the_bits_are_the_same_on_any_workers_and_after_any_kill(tmp_path: Path, width: int) -> None:
     keys: dict[str, Any] = {
@@ -315,6 +320,7 @@ def test_what_is_written_of_a_sharded_parameter_is_refused(tmp_path: Path, way: 
         run_group(job(way, workers=2, strategy="fsdp"), tmp_path)
 
 
+@pytest.mark.full
 def test_what_a_sharded_model_holds_whole_follows_shard_0(tmp_path: Path) -> None:
     ways = ("clamp_scale", "lazily", "hiding", "assigning", "making")
     keys: dict[str, Any] = {"strategy": "fsdp", "bitwise": True, "epochs": 2, "checkpoint": {"every_steps": 2}}
@@ -394,6 +400,7 @@ def sharing(way: str, late: int = 0, persistent: bool = True, **keys: Any) -> Jo
     return job_of(model, DATA, **{"batch_size": 28, "shards": 4, "epochs": 3, **keys})
 
 
+@pytest.mark.full(but=["joined-2", "parted-0"])
 @pytest.mark.parametrize(
     ("way", "late"), [("never", 0), ("anew", 0), ("second", 2), ("joined", 2), ("parted", 0), ("none", 0)]
 )
@@ -407,6 +414,7 @@ def test_buffers_that_begin_as_one_tensor_follow_shard_0(tmp_path: Path, way: st
         assert_close(tmp_path / str(workers), model, losses, 3e-6)
 
 
+@pytest.mark.full(but=["anew-True"])
 @pytest.mark.parametrize(
     ("way", "persistent"), [("never", False), ("anew", True), ("joined", True), ("parted", False)]
 )

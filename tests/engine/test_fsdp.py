@@ -79,12 +79,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(but=["unused, frozen, in part used", "what cannot be sharded"])
 @pytest.mark.slow
 @pytest.mark.parametrize("what", list(CASES))
 def test_a_sharded_training_ends_where_one_plain_process_does(tmp_path: Path, what: str) -> None:
     check(CASES[what], tmp_path)
 
 
+@pytest.mark.full(but=["fsdp-ddp"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp"), ("fsdp", "ddp")])
 def test_a_training_goes_on_by_the_other_strategy(tmp_path: Path, first: str, second: str) -> None:
@@ -115,6 +117,7 @@ def test_blocks_and_tied_weights_and_the_parts_of_each_worker(tmp_path: Path) ->
         assert sum(one.nbytes for one in held.values()) <= 1.1 * size / 4
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_experts_tied_gates_and_frozen_parts(tmp_path: Path, bitwise: bool) -> None:
@@ -133,6 +136,7 @@ def test_experts_tied_gates_and_frozen_parts(tmp_path: Path, bitwise: bool) -> N
     assert all(torch.equal(weights_of(tmp_path)[name], start[name]) for name in unused)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_each_block_is_compiled(tmp_path: Path) -> None:
     keys = {**BLOCKS, "batch_size": 12, "max_steps": 3}  # shards of one size: each size is compiled anew
@@ -166,6 +170,7 @@ def test_a_model_that_reads_its_weights_is_built_whole_and_told(tmp_path: Path) 
     ), told
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_start_from_pieces_from_weights_and_evaluations(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=3, epochs=1, **SHARDED), tmp_path / "first")
@@ -224,6 +229,7 @@ def test_a_stop_that_is_asked_for_keeps_the_step_and_goes_on_on_other_workers(tm
     assert_close(tmp_path, model, losses)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_worker_whose_rows_are_set_aside_and_a_step_without_any(tmp_path: Path) -> None:
     """All rows of the first step and of the fourth, and all of worker 0's in the second."""
@@ -235,6 +241,7 @@ def test_a_worker_whose_rows_are_set_aside_and_a_step_without_any(tmp_path: Path
     assert_as_good_loop(tmp_path, bad)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_damaged_piece_is_told_and_the_checkpoint_before_it_goes_on(tmp_path: Path) -> None:
     keys = {"shards": 3, "checkpoint": {"every_steps": 4, "keep": 2}, **SHARDED}
@@ -255,6 +262,7 @@ def test_a_damaged_piece_is_told_and_the_checkpoint_before_it_goes_on(tmp_path: 
     assert {path.name.split(".")[0] for path in pieces.iterdir()} == {"step-28", "step-30"}, "others are removed"
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_mixed_precision_is_near_full_precision(tmp_path: Path, workers: int) -> None:
@@ -376,6 +384,7 @@ def test_a_jobs_fingerprint_does_not_know_the_strategy() -> None:
     assert mixed.fingerprint() != ddp.fingerprint()
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.ray
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_workers_of_ray_train_it(run_in_session: Run, bitwise: bool) -> None:
@@ -444,6 +453,7 @@ def scaled_loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float)
     return told
 
 
+@pytest.mark.full(but=["1-True-SGD"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "scalar", "name"), [(1, True, "SGD"), (2, True, "SGD"), (2, True, "fused AdamW"), (2, False, "SGD")]
@@ -515,6 +525,7 @@ def casts(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.full((len(target),), float(Casts.found))
 
 
+@pytest.mark.full(but=["evaluate-fsdp"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy"), [("train", "fsdp"), ("evaluate", "fsdp"), ("predict", "fsdp"), ("predict", "ddp")]

@@ -78,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_pieced_models_are_the_bits_of_one_process(tmp_path: Path) -> None:
     """All cases in one test, whose processes import torch's FSDP once."""
@@ -89,6 +90,7 @@ def test_pieced_models_are_the_bits_of_one_process(tmp_path: Path) -> None:
             assert got == expected, f"{what}: {workers} workers"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_vectors_of_a_fused_optimizer_end_where_they_do_in_one_process(tmp_path: Path) -> None:
     """Its kernel rounds the last numbers of a tensor otherwise, and these are others where a tensor is cut."""
@@ -159,6 +161,7 @@ def test_a_block_that_runs_twice_in_a_forward_is_refused_by_name(tmp_path: Path)
         run_group(job_of(model, workers=2, bitwise=True, strategy="fsdp"), tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_samples_that_are_set_aside_change_no_bit_between_workers(tmp_path: Path) -> None:
     """All rows of two steps, all of worker 0's in one, and in another the first shard of worker 1, which has two."""

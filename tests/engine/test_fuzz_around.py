@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dp_ray.job.job import Job
 from tests.support.around import Data, batches_of, keys_of, plainly
+from tests.support.chance import handful
 from tests.support.group import StopsBefore, history_of, run_group, weights_of
 
 LOSSES = [[], ["moves"], ["ignored"], ["over"], ["over", "moves"]]
@@ -89,6 +90,6 @@ FITS: dict[str, Any] = {  # each shard has as many rows as there are prototypes
 @pytest.mark.slow
 @given(case=cases())
 @example(case=FITS)
-@settings(max_examples=settings().max_examples * 2 // 5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=handful(40), suppress_health_check=list(HealthCheck))
 def test_what_is_around_a_model_is_that_of_one_plain_process(case: dict[str, Any]) -> None:
     check(case)

@@ -125,6 +125,7 @@ OVER_BATCH = {"loss": {"target": f"{HERE}:weighing_mean", "over": "batch"}}
 KEYS: list[dict[str, Any]] = [{}, {"bitwise": True, "grad_clip": 0.05}, {**OVER_BATCH, "bitwise": True}]
 
 
+@pytest.mark.full(but=["bitwise, clipped"])
 @pytest.mark.parametrize("keys", KEYS, ids=["sums", "bitwise, clipped", "over the batch"])
 def test_they_see_the_mean_gradient_of_the_batch_once(tmp_path: Path, keys: dict[str, Any]) -> None:
     expected = trained_plainly(Hooked, keys.get("grad_clip"))

@@ -36,6 +36,7 @@ class Depthwise(nn.Module):
         return outputs
 
 
+@pytest.mark.full(but=["keys2"])
 @pytest.mark.parametrize("keys", [{"bitwise": True, "workers": 3}, {"workers": 2}, {"workers": 2, "shards": 4}])
 def test_a_training_of_depthwise_convolutions_says_nothing(tmp_path: Path, keys: dict[str, object]) -> None:
     run_group(job_of({"target": "tests.engine.test_gradient_strides:Depthwise"}, "Images", **keys), tmp_path)

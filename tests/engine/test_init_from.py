@@ -204,6 +204,7 @@ def test_a_training_goes_on_from_where_another_ended(tmp_path: Path) -> None:
     check_goes_on(lambda name, **keys: trained(tmp_path, name, **keys), tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_on_ray_too(run_in_session: Run, tmp_path: Path) -> None:
     trained(tmp_path, "short", max_steps=6)

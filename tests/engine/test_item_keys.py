@@ -39,6 +39,7 @@ def table(tmp_path: Path) -> str:
     return str(tmp_path / "rows.parquet")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_table_trains_as_pairs_do(table: str, tmp_path: Path) -> None:
     keys = {**KEYS, "task": "train", "shuffle": True, "epochs": 2, "storage": str(tmp_path)}

@@ -228,6 +228,7 @@ class Asleep(models.Rows):
             time.sleep(60)
 
 
+@pytest.mark.full(but=["fork-2"])
 @pytest.mark.parametrize(("context", "processes"), [("fork", 2), ("spawn", 1)])
 def test_those_of_a_killed_worker_end_at_once_also_in_the_midst_of_a_read(
     context: str, processes: int, tmp_path: Path

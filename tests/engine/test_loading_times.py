@@ -51,6 +51,7 @@ def ran(folder: Path, task: str, **keys: Any) -> dp_ray.Result:
     return dp_ray.run(**{**given, **common, **keys}, name=f"{task}{len(keys)}")
 
 
+@pytest.mark.full(but=["predict"])
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["predict", "evaluate", "train"])
 def test_a_result_tells_how_long_a_worker_waited_for_data(tmp_path: Path, task: str) -> None:
@@ -63,6 +64,7 @@ def test_a_result_tells_how_long_a_worker_waited_for_data(tmp_path: Path, task: 
     assert dp_ray.load(result.run_dir) == result
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_long_wait_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

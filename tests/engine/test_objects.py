@@ -398,6 +398,7 @@ def test_what_cannot_be_pickled_is_named_on_any_number_of_workers(tmp_path: Path
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_workers_on_ray_get_the_hooks_of_a_callers_object(run_in_session: Any) -> None:
     net, mask = linear(6, 3), torch.tensor([[1.0], [0.0], [1.0]])

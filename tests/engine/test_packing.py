@@ -220,6 +220,7 @@ def plain_losses(how: Any, epochs: int = 2) -> list[float]:
     return losses
 
 
+@pytest.mark.full(but=["cut"])
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "whole"])
 def test_a_training_is_that_of_plain_torch_on_any_workers(how: Any, tmp_path: Path) -> None:
@@ -236,6 +237,7 @@ def test_a_training_is_that_of_plain_torch_on_any_workers(how: Any, tmp_path: Pa
         assert all(torch.equal(weights[name], first[0][name]) for name in weights)
 
 
+@pytest.mark.full(but=["blocks"])
 @pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [True, "blocks"])
 def test_a_training_goes_on_anywhere_with_another_number_of_workers(
@@ -254,6 +256,7 @@ def test_a_training_goes_on_anywhere_with_another_number_of_workers(
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
+@pytest.mark.full(but=["0"])
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 2])
 def test_blocks_of_files_are_read_for_their_windows_alone(processes: int, tmp_path: Path) -> None:
@@ -379,6 +382,7 @@ def test_a_training_on_a_packed_mixture_is_the_same_on_any_workers(tmp_path: Pat
     assert all({"loss_of_a", "loss_of_b"} <= row.keys() for row in found[0])
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.slow
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_mixture_of_tokens_goes_on_with_another_number_of_workers(packs: bool, tmp_path: Path) -> None:

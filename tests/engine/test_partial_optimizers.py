@@ -19,6 +19,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note
 from tests.support import training
+from tests.support.chance import examples
 from tests.support.group import history_of, run_group
 from tests.support.trainings import assert_close, initial, job_of, mean_loss
 
@@ -80,7 +81,7 @@ def test_norm_and_clip_are_over_what_the_optimizer_updates(tmp_path: Path, keys:
     ]
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(st.sets(st.integers(0, 3), min_size=1), st.integers(1, 4), st.booleans())
 def test_any_parameters_of_any_optimizer_train_as_in_plain_torch(
     picked: set[int], shards: int, bitwise: bool

@@ -143,6 +143,7 @@ def test_the_seconds_outside_of_the_steps_are_told_with_the_verdict(tmp_path: Pa
     assert result.seconds - before - after == pytest.approx(steps, abs=0.5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"model": SlowModel, "dataset": SlowlyBuilt, "inputs": "first", "batch_size": 4, "workers": 1}
@@ -155,6 +156,7 @@ def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monk
     assert str(shared.verdict).startswith("loaders are the limit"), "its workers are there already"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_start_up_is_not_the_limit_of_what_several_drivers_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

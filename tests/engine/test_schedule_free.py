@@ -78,6 +78,7 @@ def test_evaluations_best_and_the_weights_are_the_means(tmp_path: Path) -> None:
     assert_near(load_file(tmp_path / "best.safetensors"), means[best])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_parts_of_a_model_are_switched_too(tmp_path: Path) -> None:
     """With strategy: fsdp, on two workers and, after a kill, on three."""

@@ -68,6 +68,7 @@ def test_shards_without_what_is_skipped() -> None:
             assert kept == [order[at] for at in range(whole.start, whole.stop) if order[at] not in SKIP]
 
 
+@pytest.mark.full(but=["3-True", "1-False"])
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
@@ -85,6 +86,7 @@ def test_the_metrics_of_a_run_are_of_its_last_batch_with_rows(tmp_path: Path) ->
     assert result.metrics == {"loss": losses[4], "epoch_loss": pytest.approx((losses[3] + losses[4]) / 2)}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path) -> None:
     """With BatchNorm, whose statistics are shard 0's, and a decay, which a step without rows must not do."""

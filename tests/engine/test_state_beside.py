@@ -75,6 +75,7 @@ def test_a_losss_state_follows_shard_0_or_the_batch(tmp_path: Path, over_batch: 
         assert_state(folder, "loss", plain)
 
 
+@pytest.mark.full(but=["True-ddp", "False-fsdp"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("over_batch", [False, True])
 def test_the_bits_are_the_same_on_any_workers_and_after_a_kill(

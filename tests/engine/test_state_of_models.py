@@ -260,6 +260,7 @@ def test_an_optimizer_that_wants_a_closure_is_refused_before_anything_starts() -
         check_targets(job_of("mlp", optimizer={"target": "torch.optim:LBFGS"}))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_bitwise_job_compiles_for_every_shape_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch stops after 8 shapes of a module, and runs it uncompiled."""

@@ -93,6 +93,7 @@ def ends(job: Job, folder: Path) -> tuple[dict[str, bytes], str]:
 FIRST, *OTHERS = BITWISE
 
 
+@pytest.mark.full(but=["an MLP with dropout", "a conv net with BatchNorm"])
 @pytest.mark.parametrize("what", [FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
 def test_bitwise_is_the_same_bits_on_any_number_of_workers(tmp_path: Path, what: str) -> None:
     keys = {"batch_size": 33, "shards": 8, "bitwise": True, **BITWISE[what]}
@@ -123,6 +124,7 @@ def test_without_augmentation_or_dropout_the_seeds_of_both_say_nothing(tmp_path:
     assert len({str(one[0]) for one in (plain, augmented, dropout)}) == 3
 
 
+@pytest.mark.full(but=["33-True", "3-False"])
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("rows", [33, 3])

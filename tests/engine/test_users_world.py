@@ -77,6 +77,7 @@ class SplitByRank(IterableDataset[torch.Tensor]):
         return (torch.full((5,), float(row)) * total for row in range(first, ROWS, step))
 
 
+@pytest.mark.full(but=["2-loader1"])
 @pytest.mark.parametrize("loader", [None, {"processes": 1}, {"processes": 1, "context": "spawn"}])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_is_split_by_rank_gives_all_rows(tmp_path: Path, workers: int, loader: Any) -> None:
@@ -86,6 +87,7 @@ def test_a_stream_that_is_split_by_rank_gives_all_rows(tmp_path: Path, workers: 
     assert outputs[:, 0].tolist() == [float(row) for row in range(ROWS)]
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_on_ray_the_world_is_of_one_too(run_in_session: Any) -> None:
     keys: dict[str, Any] = {"model": nn.Identity(), "batch_size": BATCH, "workers": 2, "shards": 2}

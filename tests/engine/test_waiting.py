@@ -52,6 +52,7 @@ class Watched(models.SlowPairs):
         return super().__getitem__(index)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_fast_worker_waits_for_gradients_and_the_slow_one_for_nobody(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"task": "train", "model": "tests.support.training:mlp", "batch_size": 12, "max_steps": 7}

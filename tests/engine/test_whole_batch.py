@@ -19,6 +19,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.targets import unmeasured
 from dp_ray.plan.split import Split
 from tests.support.builders import run_dir_of, step_of, steps_of, trainer_of
+from tests.support.chance import examples
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.replays import replayed
 from tests.support.trainings import initial
@@ -125,6 +126,7 @@ def check(job: Job, folder: Path, tolerance: float, **keys: Any) -> None:
     assert [row["loss"] for row in history_of(folder)] == pytest.approx(losses, rel=tolerance)
 
 
+@pytest.mark.full(but=["keys0-float64-1e-12", "keys2-float32-1e-05"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-5)])
 @pytest.mark.parametrize("keys", [{}, {"strategy": "fsdp"}, {"shards": 3}, {"shards": 3, "strategy": "fsdp"}])
 @pytest.mark.slow
@@ -138,6 +140,7 @@ def test_it_is_plain_torch_on_the_whole_batch(
         check(job, tmp_path / str(workers), tolerance)
 
 
+@pytest.mark.full(but=["ddp"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.slow
 def test_the_same_bits_on_any_number_of_workers(tmp_path: Path, strategy: str) -> None:
@@ -165,6 +168,7 @@ def test_it_is_the_mean_over_what_is_left(tmp_path: Path) -> None:
         assert [row["rows"] for row in history_of(tmp_path / str(workers))] == [18, 19, 18]
 
 
+@pytest.mark.full(but=["ddp"])
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_goes_on_after_a_kill_on_other_workers(tmp_path: Path, strategy: str) -> None:
@@ -195,6 +199,7 @@ class Counting(Twins):
         return {**super().forward(left, right), "idle": self.idle(left)}
 
 
+@pytest.mark.full(but=["3"])
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3, 6])
 def test_what_a_forward_writes_counts_once(tmp_path: Path, workers: int) -> None:
@@ -213,6 +218,7 @@ def test_what_a_forward_writes_counts_once(tmp_path: Path, workers: int) -> None
     assert not torch.equal(weights["left.0.weight"], fresh.get_parameter("left.0.weight"))
 
 
+@pytest.mark.full(but=["fp16"])
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_with_autocast(tmp_path: Path, precision: str) -> None:
@@ -242,6 +248,7 @@ def spread(outputs: Any, target: torch.Tensor) -> torch.Tensor:
     return torch.pdist(outputs["left"]).mean()
 
 
+@pytest.mark.full(but=["3"])
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_step_and_evaluations(tmp_path: Path, workers: int) -> None:
@@ -377,7 +384,7 @@ def made(kind: Any, rows: int) -> Any:
     return torch.randn(rows, 3).to(getattr(torch, kind))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(tree=TREES, rows=st.integers(1, 40), shards=st.integers(1, 8))
 def test_any_tree_is_merged_as_it_was_cut(tree: Any, rows: int, shards: int) -> None:
     """The oracle is torch.chunk: pieces of it, merged, are the whole tree."""
@@ -444,6 +451,7 @@ def steps_of_deep(shards: int, batch_size: int) -> int:
     return live.peak["cpu"]
 
 
+@pytest.mark.full
 def test_the_memory_is_that_of_one_shard() -> None:
     """64 shards on one worker, against plain torch on one shard; but for inputs, outputs and their gradients."""
     torch.manual_seed(0)
@@ -488,7 +496,7 @@ class Drawn(nn.Module):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, suppress_health_check=list(HealthCheck), deadline=None, derandomize=True)
+@settings(max_examples=examples(8), suppress_health_check=list(HealthCheck), deadline=None, derandomize=True)
 @given(
     kind=st.sampled_from(["linear", "deep", "conv", "shared"]),
     dtype=st.sampled_from(["float32", "float64"]),
@@ -527,6 +535,7 @@ def test_any_model_cut_in_any_way_is_plain_torchs(
         assert torch.allclose(tensor, model.state_dict()[name], rtol=tolerance, atol=tolerance), name
 
 
+@pytest.mark.full(but=["True-ddp", "False-fsdp"])
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("bitwise", [False, True])

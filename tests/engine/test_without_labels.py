@@ -64,12 +64,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(but=["three workers, bitwise", "two workers, clipped"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_training_is_that_of_plain_torch(tmp_path: Path, case: str) -> None:
     run_group(job_of("mlp", DATA, **{**KEYS, **CASES[case]}), tmp_path)
     assert_close(tmp_path, *trained_by_torch(), 3e-6)
 
 
+@pytest.mark.full(but=["False"])
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_a_sharded_training_is_that_of_plain_torch(tmp_path: Path, bitwise: bool) -> None:

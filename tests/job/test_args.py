@@ -139,6 +139,7 @@ def test_args_change_in_place_after_the_job_is_made_without_a_change_of_its_fing
     assert made.fingerprint() == before != job(value=given).fingerprint()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_sets_order_does_not_count() -> None:
     code = "from tests.job.test_args import job; print(job(value={'a', 'b', 'c', 'd', 'e'}).fingerprint())"

@@ -35,6 +35,7 @@ def job(workers: int, **keys: Any) -> Job:
     return job_of("mlp", DATA, workers=workers, **{**given, **keys})
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_workers_stop_at_the_step_and_keep_the_state_before_it(tmp_path: Path, strategy: str) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dp_ray.errors import Error, ModelError, StorageError
 from dp_ray.outputs.columns import Column, Layout, from_arrow, layout_key, raw_bytes, rebuild, rows_of, to_arrow
+from tests.support.chance import examples
 from tests.support.trees import Data, Pair
 
 DTYPES = [
@@ -109,7 +110,7 @@ def test_every_number_of_a_small_float_comes_back(dtype: torch.dtype) -> None:
     assert back[~exact].isnan().all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     rows=st.integers(1, 9),

@@ -53,6 +53,7 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import models
 from tests.support.builders import file_merge_of, merger_of, writer_of
+from tests.support.chance import examples
 from tests.support.merging import begin
 
 SPLITS = st.builds(
@@ -145,7 +146,7 @@ def value_of(samples: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(split=SPLITS, shuffle=st.booleans(), data=st.data())
 def test_any_schedule_of_parts_merging_deaths_and_resumes_gives_each_row_once(
     tmp_path_factory: pytest.TempPathFactory, split: Split, shuffle: bool, data: st.DataObject
@@ -427,6 +428,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_twenty_gigabytes_take_less_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all sizes a hundredth: 200 MB of outputs in files of 10 MB, on four workers, in less than 10 MB."""
@@ -697,6 +699,7 @@ def test_a_loop_is_never_further_ahead_of_its_merging_than_a_file_for_each_worke
     assert sum(worker.control.touches for worker in workers) > 3, "a watchdog would take it for a hang"
 
 
+@pytest.mark.full(but=["0"])
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_workers_that_are_slow_die_or_stop_come_to_the_end(

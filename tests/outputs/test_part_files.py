@@ -44,6 +44,7 @@ from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import OUTPUTS, PARTS, done_ranges
 from dp_ray.storage import Storage
 from tests.support.builders import writer_of
+from tests.support.chance import examples
 from tests.support.merging import begin, merge
 
 Forward = Callable[[torch.Tensor], Any]  # from sample indices to the outputs of these rows
@@ -149,7 +150,7 @@ sizes = st.tuples(
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(split=splits, shuffle=st.booleans(), sizes=sizes, data=st.data())
 def test_workers_parts_merge_to_one_process_outputs(
     split: Split, shuffle: bool, sizes: tuple[int, int, int], data: st.DataObject
@@ -164,7 +165,7 @@ def test_workers_parts_merge_to_one_process_outputs(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(split=splits, shuffle=st.booleans(), data=st.data())
 def test_attempts_that_lose_workers_lose_and_repeat_nothing(split: Split, shuffle: bool, data: st.DataObject) -> None:
     """Each attempt has another number of workers, of which any may die in any step; the last one has luck."""

@@ -27,6 +27,7 @@ from dp_ray.storage import Storage
 from dp_ray.tensors.ragged import without_lists
 from tests.support.alone import predict_parts
 from tests.support.builders import writer_of
+from tests.support.chance import examples
 from tests.support.group import StopsBefore, run_group
 from tests.support.merging import begin, merge
 
@@ -108,7 +109,7 @@ def entries(draw: st.DrawFn) -> list[Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(entries(), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
 def test_what_rows_hold_comes_back_from_the_files(
     tmp_path_factory: pytest.TempPathFactory, outputs: list[Any], batch: int, shards: int, workers: int, files: int
@@ -187,6 +188,7 @@ def files_of(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run / "outputs").iterdir())}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_detectors_boxes_are_lists_in_the_files_of_any_number_of_workers(tmp_path: Path) -> None:
     result = dp_ray.run(**keys(workers=0), storage=str(tmp_path), name="run", quiet=True)

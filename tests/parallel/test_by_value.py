@@ -21,7 +21,7 @@ from tests.support.cluster import ROOT
 num_workers = 0  # of the modules of these tests, which share them
 
 
-@pytest.fixture(scope="module", autouse=True, params=[0, pytest.param(2, marks=pytest.mark.ray)])
+@pytest.fixture(scope="module", autouse=True, params=[0, pytest.param(2, marks=[pytest.mark.ray, pytest.mark.full])])
 def workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """This process, or two workers on Ray."""
     global num_workers

@@ -26,10 +26,11 @@ from dp_ray.parallel import module as parallel
 from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.plan.order import derive_seed
 from tests.support import parallel_models as models
+from tests.support.chance import examples
 from tests.support.cluster import ROOT
 from tests.support.served import Gloo
 
-NUM_PROGRAMS = int(os.environ.get("DP_RAY_PROGRAMS", "25"))
+NUM_PROGRAMS = int(os.environ.get("DP_RAY_PROGRAMS", str(examples(25))))
 
 
 @dataclass
@@ -361,6 +362,7 @@ def test_a_program_whose_workers_are_killed_gives_the_same(
     run(program, Program(served, shards, workers, shares, optimizer))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("served", [ON_RAY], indirect=True)
 @programs(st.one_of(*[Operation] * 7, Kill), NUM_PROGRAMS // 8)
 def test_a_program_whose_workers_on_ray_are_killed_gives_the_same(

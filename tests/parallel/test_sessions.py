@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 SECONDS = 300.0  # the machine may be busy
 
 
+@pytest.mark.full
 def test_a_session_serves_a_module_or_runs_a_job(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
     with dp_ray.session(address=cluster.address, workers=2, quiet=True) as session:
         with session.parallel(nn.Linear(2, 3)) as model:
@@ -83,6 +84,7 @@ def test_jobs_and_modules_take_turns_on_the_same_processes(
     assert "anew: the last job left the thread 'endless' behind" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_each_session_serves_its_own_modules(cluster: Cluster, in_project: Path) -> None:
     keys: dict[str, Any] = {"address": cluster.address, "quiet": True}
     with dp_ray.session(workers=2, **keys) as second, dp_ray.session(workers=1, **keys) as first:
@@ -99,6 +101,7 @@ def test_each_session_serves_its_own_modules(cluster: Cluster, in_project: Path)
         two(torch.ones(4, 2)).sum().backward()
 
 
+@pytest.mark.full
 def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_project: Path) -> None:
     with dp_ray.DataParallel(nn.Linear(2, 3), 2, quiet=True) as model:
         assert model(torch.ones(4, 2)).shape == (4, 3)
@@ -107,6 +110,7 @@ def test_a_ray_of_a_modules_own_runs_no_job_and_ends_with_it(tmp_path: Path, in_
     assert dp_ray.run("jobs/tutorial.yaml", workers=2, storage=str(tmp_path), quiet=True).status == "done"
 
 
+@pytest.mark.full
 def test_ctrl_c_while_a_module_closes_leaves_no_ray(in_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing could end it later: the module is closed."""
     model = dp_ray.DataParallel(nn.Linear(2, 3), 2, quiet=True)
@@ -121,6 +125,7 @@ def test_ctrl_c_while_a_module_closes_leaves_no_ray(in_project: Path, monkeypatc
     assert not ray.is_initialized()
 
 
+@pytest.mark.full
 def test_a_module_that_asks_for_more_workers_has_all_start_anew(
     in_project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

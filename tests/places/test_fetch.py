@@ -79,6 +79,7 @@ def test_a_list_of_files_that_leads_elsewhere_is_refused(path: str) -> None:
         check_names(Content({"r/run.json": Entry(1), path: Entry(1)}), "r")
 
 
+@pytest.mark.full
 def test_a_run_that_was_fetched_is_read_reported_and_goes_on(trained: Path, tmp_path: Path) -> None:
     (run_dir,) = bring(trained, tmp_path / "runs")
     assert run_dir == tmp_path / "runs" / "trained"
@@ -281,6 +282,7 @@ def program(*args: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("variables_kept")
 def test_a_run_comes_through_the_cluster(trained: Path, cluster: Cluster, tmp_path: Path) -> None:

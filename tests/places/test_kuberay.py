@@ -265,6 +265,7 @@ def entrypoint(job: Any, cwd: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_entrypoint_notes_how_the_job_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage = folder.parent / "runs"

@@ -30,6 +30,7 @@ def owned_by(pids: set[int]) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_two_hosts_run_a_job_and_leave_nothing(tmp_path: Path) -> None:
     """The bits of one process; the token is on no command line."""
     with hosts_in(tmp_path) as hosts:
@@ -161,6 +162,7 @@ def test_a_signal_before_the_run_begins_ends_all_hosts(tmp_path: Path) -> None:
         assert "SIGTERM came before the run had begun" in hosts.said(0)
 
 
+@pytest.mark.full
 def test_a_mistake_in_the_command_is_told_at_once(tmp_path: Path) -> None:
     job = job_in(tmp_path)
     cases = {

@@ -52,6 +52,7 @@ def test_all_hosts_end_with_the_runs_status(status: int, hosts: Hosts, tmp_path:
     assert (tmp_path / "meet" / "status").read_text() == f"{status}\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "status", "order"),
     [
@@ -81,6 +82,7 @@ def test_a_second_signal_to_the_first_host_reaches_the_run(hosts: Hosts, tmp_pat
     assert hosts.statuses() == [130, 130], hosts.all_said()
 
 
+@pytest.mark.full
 def test_a_signal_to_another_host_alone_drains_it(hosts: Hosts, tmp_path: Path) -> None:
     started(hosts, 2)
     hosts.send(signal.SIGTERM, 1)
@@ -149,6 +151,7 @@ def test_a_host_whose_ray_does_not_start_is_named(hosts: Hosts, tmp_path: Path) 
     assert "error: host 1" in hosts.said(0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("times", "status"), [("once", 0), pytest.param("always", 1, marks=places)])
 def test_a_ray_that_gives_up_its_start_is_started_once_more(
     times: str, status: int, hosts: Hosts, tmp_path: Path

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dp_ray.plan.order import BlockOrder, Order, blocks_held
 from dp_ray.plan.split import chunk_bounds
-from tests.support.chance import SIGMAS, deviation, ranks, splitmix64, uniformity
+from tests.support.chance import SIGMAS, deviation, examples, ranks, splitmix64, uniformity
 
 Ints = NDArray[np.int64]
 
@@ -94,7 +94,7 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 @given(sizes, st.integers(1, 13), st.integers(1, 40), st.integers(1, 9), seeds, seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_agrees_with_lists_of_python_integers(
     sizes: list[int], window: int, batch: int, shards: int, seed: int, epoch: int
 ) -> None:
@@ -103,7 +103,7 @@ def test_agrees_with_lists_of_python_integers(
 
 
 @given(st.lists(st.integers(0, 300), max_size=40), st.integers(1, 41), st.integers(1, 999), st.integers(1, 70), seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_is_a_permutation_whatever_the_sizes(
     sizes: list[int], window: int, batch: int, shards: int, seed: int
 ) -> None:
@@ -112,7 +112,7 @@ def test_is_a_permutation_whatever_the_sizes(
 
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 2**40), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 9), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_slices_agree_with_single_indexes(sizes: list[int], window: int, shards: int, data: st.DataObject) -> None:
     made = order(sizes, window, 7, shards)
     start = data.draw(st.integers(0, sum(sizes) - 1))
@@ -186,6 +186,7 @@ def test_all_permutations_of_one_window_are_equally_likely(sizes: tuple[int, ...
     assert abs(uniformity(counts)) < SIGMAS
 
 
+@pytest.mark.full(but=["sizes1-3-4-2"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "window", "batch", "shards"),
@@ -259,7 +260,7 @@ def test_a_global_batch_draws_from_all_blocks_of_its_window(shards: int) -> None
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 6), st.integers(2, 25), seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_consecutive_shards_draw_from_few_blocks_of_each_window(
     shards: int, workers: int, per_shard: int, batch: int, seed: int
 ) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dp_ray.job.samples import IndexLists
 from dp_ray.plan.mixture import Mixture, MixtureOrder, Stage, tree_of
 from dp_ray.plan.split import Split, Work
+from tests.support.chance import examples
 
 NAMES = tuple("abcdefghijklmnop")
 
@@ -59,13 +60,14 @@ def most_off(weights: tuple[Fraction, ...], sources: list[int]) -> Fraction:
 
 
 @given(st.lists(st.integers(1, 50) | st.integers(1, 10**7), min_size=1, max_size=16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_weights_hold_in_every_prefix(parts: list[int]) -> None:
     mixture = Mixture(NAMES[: len(parts)], (5,) * len(parts), (Stage(0, shares(parts)),), 1)
     off = most_off(shares(parts), [source for source, _ in as_list(mixture, 1500)])
     assert off < (1 if len(parts) == 2 else 2)
 
 
+@pytest.mark.full(but=["parts1"])
 @pytest.mark.parametrize(
     "parts", [[1] * 16, [2**number for number in range(16)], [3**number for number in range(14)], [1000, *[1] * 15]]
 )
@@ -82,7 +84,7 @@ def test_thirds_are_thirds() -> None:
 
 
 @given(mixtures(), st.integers(0, 400))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_stage_has_its_own_weights_from_its_first_row_on(mixture: Mixture, rows: int) -> None:
     sources = [source for source, _ in as_list(mixture, rows)]
     ends = [stage.start for stage in mixture.stages[1:]] + [rows]
@@ -91,7 +93,7 @@ def test_a_stage_has_its_own_weights_from_its_first_row_on(mixture: Mixture, row
 
 
 @given(mixtures(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_rows_of_a_source_follow_one_another_and_any_of_them_is_found(mixture: Mixture, data: st.DataObject) -> None:
     rows = 400
     listed = as_list(mixture, rows)
@@ -108,8 +110,9 @@ def test_rows_of_a_source_follow_one_another_and_any_of_them_is_found(mixture: M
         assert mixture.counts(place) == [counts[source] for source in range(len(mixture.names))]
 
 
+@pytest.mark.full
 @given(mixtures(stop="first", least=1) | mixtures(stop="all", least=1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_an_epoch_ends_where_it_says(mixture: Mixture) -> None:
     had, through = [0] * len(mixture.names), set[int]()
     first = None
@@ -139,7 +142,7 @@ def test_an_epoch_without_an_end_is_refused() -> None:
 
 
 @given(mixtures(), st.integers(0, 2**63 - 1), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_each_row_comes_once_in_each_epoch_of_its_source(mixture: Mixture, seed: int, shuffle: bool) -> None:
     epochs = 5
     ids = [MixtureOrder(mixture, seed, epoch, shuffle).indices(0, mixture.rows).tolist() for epoch in range(epochs)]
@@ -162,7 +165,7 @@ def test_each_row_comes_once_in_each_epoch_of_its_source(mixture: Mixture, seed:
 
 
 @given(mixtures(most=200), st.integers(1, 40), st.integers(1, 3), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_one_to_five_workers_read_the_same_batches_resumed_at_any_step(
     mixture: Mixture, batch_size: int, epochs: int, data: st.DataObject
 ) -> None:

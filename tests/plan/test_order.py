@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dp_ray.plan.order import Order
-from tests.support.chance import SIGMAS, deviation, orders_of, ranks, splitmix64, uniformity
+from tests.support.chance import SIGMAS, deviation, examples, orders_of, ranks, splitmix64, uniformity
 
 Ints = NDArray[np.int64]
 
@@ -47,7 +47,7 @@ def test_the_reference_is_splitmix64_as_published() -> None:
 
 
 @given(st.integers(1, 3000) | st.integers(1, 2**45), seeds, epochs, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_agrees_with_python_integers(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, n - 1))
     assert Order(n, seed, epoch)[position] == reference(n, seed, epoch, position)
@@ -79,7 +79,7 @@ def test_is_a_permutation_of_every_small_size(epoch: int) -> None:
 
 
 @given(st.integers(301, 200_000), seeds, epochs)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_is_a_permutation_of_larger_sizes(n: int, seed: int, epoch: int) -> None:
     np.testing.assert_array_equal(np.sort(Order(n, seed, epoch).indices(0, n)), np.arange(n))
 
@@ -90,7 +90,7 @@ def test_is_a_permutation_where_the_shape_changes(n: int) -> None:
 
 
 @given(st.integers(1, 2**50), seeds, epochs, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_slices_agree_with_single_indexes(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, n - 1))
     stop = data.draw(st.integers(start, min(n, start + 40)))
@@ -114,7 +114,7 @@ def test_a_huge_order_stays_in_range_without_repeats() -> None:
 
 
 @given(st.integers(0, 2**62), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_without_shuffle_it_is_the_identity(n: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, n))
     stop = min(n, start + 20)

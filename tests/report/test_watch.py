@@ -267,6 +267,7 @@ def test_the_page_of_a_run_grows_with_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert errors == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_command_serves_the_url_that_it_prints_until_ctrl_c(tmp_path: Path) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -298,6 +299,7 @@ def test_a_run_notes_its_progress(tmp_path: Path) -> None:
     assert not (tmp_path / "two" / "progress.json").exists(), "only an unfinished run needs it"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_in_an_object_store_is_watched(server: Any) -> None:
     run = Storage(server.url("watch/one"))

@@ -157,6 +157,7 @@ def test_another_scheduler_goes_on_with_the_checkpoints_state_and_is_told(tmp_pa
     assert [row["learning_rate"] for row in history_of(tmp_path / "second")] == [0.025, 0.0125, 0.0125, 0.00625]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_compiled_modules_keep_their_names_and_their_results(tmp_path: Path) -> None:
     keys = {"workers": 1, "epochs": 1, "batch_size": 101}

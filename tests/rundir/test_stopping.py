@@ -71,6 +71,7 @@ def trains(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.full(but=["run_again"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "status"), [((), 130), (("--run-again",), 75)], ids=["stop", "run_again"])
 def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
@@ -122,6 +123,7 @@ def test_a_run_that_does_not_run_cannot_be_stopped(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_whose_driver_was_killed_is_not_running(tmp_path: Path, running: subprocess.Popen[str]) -> None:
     assert within(SECONDS, lambda: trains(tmp_path / "run"))
@@ -131,6 +133,7 @@ def test_a_run_whose_driver_was_killed_is_not_running(tmp_path: Path, running: s
         stop_run(str(tmp_path / "run"), True, print)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
     tmp_path: Path, running: subprocess.Popen[str]
@@ -170,6 +173,7 @@ class HeldBack(SlowPairs):
         return super().__getitem__(index)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_that_is_asked_twice_keeps_its_step_all_the_same(tmp_path: Path) -> None:
     held = tmp_path / "held"
@@ -192,6 +196,7 @@ def test_a_run_that_is_asked_twice_keeps_its_step_all_the_same(tmp_path: Path) -
     assert said.splitlines()[-1].startswith("interrupted after ")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """By its folder; one that has ended says how far it came."""
@@ -254,6 +259,7 @@ def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbe
     assert take_request(storage, "mine") is None
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.usefixtures("foreground")
 def test_a_run_on_an_object_store_is_stopped_too(

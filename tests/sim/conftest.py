@@ -19,6 +19,18 @@ from tests.support.cluster import ROOT
 
 HERE = Path(__file__).parent
 ALONE = ["one shard", "one predicted shard", "one narrowed shard", "loader", "tight"]  # jobs of one GPU
+# What `make test` runs, on one GPU and on three: a job of each kind, and a mutant of each rule.
+FIRST = ["ddp", "fsdp", "predict", "loop", "odd views"]
+FIRST_MUTANTS = ["a batch waits for no copy", "a batch may be freed", "a checkpoint waits for no copy"]
+FIRST_MUTANTS += [
+    "one worker's gradients begin anywhere",
+    "buffers begin anywhere",
+    "outputs are read from the first GPU",
+]
+OF_NO_JOB = {
+    "test_a_parallel_module_computes_as_on_cpus_and_without_races",
+    "test_each_wait_of_the_code_has_a_mutant",
+}
 SECONDS = 400  # for a set; on a quiet machine it takes 10 to 30
 
 
@@ -28,8 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker("slow")
+            if not is_first(item):
+                item.add_marker("full")
             if why_not:
                 item.add_marker(pytest.mark.skip(why_not))
+
+
+def is_first(item: Any) -> bool:
+    """Whether `make test` runs it."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    is_one_of_these = item.originalname in OF_NO_JOB or given.get("name") in [*FIRST, *FIRST_MUTANTS]
+    return is_one_of_these and given.get("size") != 2
 
 
 class Set:
@@ -55,8 +76,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def set_of(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Set]:
-    """The set of so many processes, which runs all jobs and the mutants that need so many."""
+def set_of(
+    library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Callable[[int], Set]:
+    """The set of so many processes, which runs the jobs and the mutants that need so many: all of `make full`."""
+    are_all = any(item.get_closest_marker("full") for item in request.session.items)
+    jobs, names = ((*ALONE, *JOBS), [*MUTANTS]) if are_all else (FIRST, FIRST_MUTANTS)
 
     @cache
     def ran(size: int) -> Set:
@@ -66,8 +91,8 @@ def set_of(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             "size": size,
             "ports": [store.port for store in stores],
             "folder": str(folder),
-            "jobs": (ALONE if size == 1 else []) + list(JOBS),
-            "mutants": [name for name, mutant in MUTANTS.items() if mutant.size == size],
+            "jobs": [name for name in jobs if size == 1 or name not in ALONE],
+            "mutants": [name for name in names if MUTANTS[name].size == size],
         }
         path = folder / "plan.json"
         path.write_text(json.dumps(plan))

@@ -246,6 +246,7 @@ def left_out(call: ast.expr) -> str | None:
     return call.attr if isinstance(call, ast.Attribute) and call.attr in METHODS and not is_own else None
 
 
+@pytest.mark.full
 def test_a_hung_kernel_is_told_from_the_gpu_that_waits_for_it(library: Path, tmp_path: Path) -> None:
     """Both loops wait for their GPU some steps further on; what they wait in does not tell the cause."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -275,6 +276,7 @@ def more_calls(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((folder / "calls.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_step_makes_few_calls_more_than_a_plain_loops(more_calls: Any, name: str) -> None:
     """Each costs the thread that launches the kernels some time, for which the GPU waits where kernels are short."""
@@ -289,6 +291,7 @@ ON_CUDA_ALONE = (
 )
 
 
+@pytest.mark.full
 def test_what_of_the_gpus_suite_needs_cuda_passes(library: Path) -> None:
     command = [sys.executable, "-m", "tests.sim.gpu_suite", str(library), "tests/gpu", "-k", ON_CUDA_ALONE]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}

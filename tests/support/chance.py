@@ -1,9 +1,10 @@
-"""Statistics of what is drawn at random, and the generator from which an order's keys are drawn."""
+"""How much a test draws, statistics of it, and the generator from which an order's keys are drawn."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
+from hypothesis import settings
 from numpy.typing import NDArray
 
 from dp_ray.plan.order import Order, Permutation, num_rounds, round_keys, sides, stream_of
@@ -12,6 +13,16 @@ Ints = NDArray[np.int64]
 
 # The draws are fixed, so a test passes or fails for good; a sound order exceeds this once in two million.
 SIGMAS = 5.0
+
+
+def examples(number: int) -> int:
+    """How many examples a test draws that draws `number` in `make full`: a third of them in `make test`."""
+    return max(1, settings().max_examples * number // 100)
+
+
+def handful(number: int) -> int:
+    """As `examples`, of a drawn suite of which each example takes a second or more: five in `make test`."""
+    return min(5, number) if settings().max_examples < 100 else examples(number)
 
 
 def orders_of(n: int, keys: Sequence[tuple[int, int]]) -> Ints:

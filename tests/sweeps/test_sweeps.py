@@ -78,6 +78,7 @@ def test_a_sweep_killed_in_the_third_trial_ends_with_four_runs_and_none_run_twic
     assert drivers(base) == [1, 1, 2, 1]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_same_on_an_object_store(server: Server, tmp_path: Path) -> None:
     url = server.url("sweeps")
@@ -95,6 +96,7 @@ def test_the_same_on_an_object_store(server: Server, tmp_path: Path) -> None:
     assert SECRET not in everything and server.uploads("sweeps") == []
 
 
+@pytest.mark.full
 def test_a_run_that_finished_before_its_driver_was_killed_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
 ) -> None:
@@ -234,6 +236,7 @@ def test_a_trial_that_fails_fails_the_sweep_and_the_others_go_on(
     assert "9.0 is above 8" in kept(base)[1]["error"]
 
 
+@pytest.mark.full(but=["SIGTERM-75"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 75)])
 def test_a_stop_keeps_the_step_and_the_same_command_goes_on(
@@ -382,6 +385,7 @@ def picked(base: Storage, name: str) -> list[dict[str, Any]]:
     return [trial["values"] for trial in kept(base, name)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_search_draws_better_values_and_one_that_was_stopped_draws_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -573,6 +577,7 @@ def test_the_first_error_of_a_lane_stops_the_others() -> None:
     assert ends == ["stopped"]
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_trials_run_side_by_side_in_sessions_and_give_what_one_process_gives(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines

@@ -66,6 +66,7 @@ def test_a_command_line_is_shown_without_the_values() -> None:
     assert not is_env("environment=3") and not is_env("model.args.env=3")
 
 
+@pytest.mark.full
 def test_the_collector_rests_while_large_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DP_RAY_IMPORTS", raising=False)
     frozen = gc.get_freeze_count()

@@ -108,6 +108,7 @@ def began(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_begins_and_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     run = ["run", "jobs/digits.yaml", "--workers", "0", "--set", "epochs=1", "--name", "run"]

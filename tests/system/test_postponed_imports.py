@@ -62,6 +62,7 @@ def test_what_is_imported_already_or_is_not_there_is_left_alone(tmp_path: Path) 
     assert said_by(tmp_path, code) == ["imported heavy", "True", "False"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_workers_process_imports_no_library_that_only_ray_data_uses() -> None:
     code = "import dp_ray.cluster.internals.train_worker, dp_ray.cluster.worker, sys\n"
@@ -70,6 +71,7 @@ def test_a_workers_process_imports_no_library_that_only_ray_data_uses() -> None:
     assert "pandas" not in loaded
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_code_of_the_user_in_a_worker_finds_the_libraries_themselves() -> None:
     code = "import dp_ray.cluster.internals.train_worker\nimport pandas, ray.data, ray.air.result\n"
@@ -78,6 +80,7 @@ def test_code_of_the_user_in_a_worker_finds_the_libraries_themselves() -> None:
     assert "pandas" in loaded_by(code)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_driver_imports_tensorboard_only_for_a_training() -> None:
     assert "tensorboardX" not in loaded_by("import dp_ray.driver.run")

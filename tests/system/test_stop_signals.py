@@ -22,6 +22,7 @@ from tests.support.signalled import predicting, training
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
 
 
+@pytest.mark.full(but=["SIGTERM-75"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR2", 75)])
 def test_the_first_keeps_the_step_and_the_same_call_goes_on(tmp_path: Path, name: str, status: int) -> None:
@@ -152,6 +153,7 @@ class Interrupts(nn.Module):
         return outputs
 
 
+@pytest.mark.full(but=["fork-2-15"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "processes", "number"),

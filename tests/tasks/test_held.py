@@ -122,6 +122,7 @@ def undisturbed(tmp_path: Path, **keys: Any) -> tuple[Job, Path]:
     return job, tmp_path / "undisturbed"
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_lost_at_each_step_in_each_part(tmp_path: Path, shards: int) -> None:
     job, expected = undisturbed(tmp_path, shards=shards)
@@ -215,6 +216,7 @@ def test_the_best_weights_that_nobody_has_kept_are_computed_again(tmp_path: Path
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_a_step_that_only_the_lost_one_has_finished_keeps_its_rows(tmp_path: Path) -> None:
     """Its writer is lost once it is whole; those that go on are lost too, and a restart reads it."""
     job, expected = undisturbed(tmp_path)

@@ -53,6 +53,7 @@ def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
     assert settings()["dtype"] == before["dtype"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_job_that_compiles_nothing_does_not_wait_for_torchs_compiler() -> None:
     """Its import takes as long as that of torch, on each worker."""
@@ -80,6 +81,7 @@ print(set(modes), torch._inductor.config.deterministic, "TORCHINDUCTOR_DETERMINI
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("caller", "says"), [("plain", "{0} False False"), ("warns", "{1} True False")])
 def test_a_bitwise_prediction_is_deterministic_without_torchs_compiler(
@@ -116,6 +118,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_python_starts_its_server_of_forked_processes_again(tmp_path: Path) -> None:
     script = tmp_path / "served.py"

@@ -48,6 +48,7 @@ def trained(
     return weights_of(folder)
 
 
+@pytest.mark.full(but=["bitwise"])
 @pytest.mark.parametrize("keys", [{}, {"bitwise": True}], ids=["sums", "bitwise"])
 def test_a_gan_trains_as_in_plain_torch_on_any_number_of_workers(tmp_path: Path, keys: dict[str, Any]) -> None:
     expected, logged = loops.by_hand(loops.gan_by_hand)
@@ -62,6 +63,7 @@ def test_a_gan_trains_as_in_plain_torch_on_any_number_of_workers(tmp_path: Path,
             assert [row[name] for row in rows] == pytest.approx([row[name] for row in logged], rel=1e-4)
 
 
+@pytest.mark.full(but=["bitwise"])
 @pytest.mark.parametrize("keys", [{}, {"bitwise": True}], ids=["sums", "bitwise"])
 def test_the_declared_training_as_a_loop_has_its_bits_and_its_history(tmp_path: Path, keys: dict[str, Any]) -> None:
     """The loop is that of the page on loops. The last batch is short, and of several shards."""
@@ -172,6 +174,7 @@ def test_a_batch_of_the_loops_own_has_the_gradient_of_its_mean(tmp_path: Path) -
             torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full(but=["gan"])
 @pytest.mark.parametrize("loop", ["gan", "ppo", "wgan"])
 def test_a_loop_that_is_killed_before_any_step_goes_on_to_the_same_bits(tmp_path: Path, loop: str) -> None:
     """On other workers each time; its optimizers, states and random numbers with it."""
@@ -706,6 +709,7 @@ def test_the_beats_know_the_last_call_of_a_loop(tmp_path: Path) -> None:
     assert last_call() == (0, "")
 
 
+@pytest.mark.full(but=["False-forgets-False"])
 @pytest.mark.parametrize(("loop", "is_same"), [("remembers", True), ("forgets", False)])
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_verify_resumed_finds_what_a_loop_forgets(tmp_path: Path, loop: str, is_same: bool, bitwise: bool) -> None:

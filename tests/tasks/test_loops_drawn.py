@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dp_ray.job.job import Job
 from tests.support import loops
+from tests.support.chance import examples
 from tests.support.drawn_loops import LOSSES, REACHED, Plan, plainly, planned
 from tests.support.group import history_of, run_group, weights_of
 
@@ -81,7 +82,7 @@ OTHERS = st.sampled_from(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     plan=st.lists(st.one_of(passes(), passes(), UPDATES, OTHERS), min_size=1, max_size=6),
     shards=st.integers(3, 5),

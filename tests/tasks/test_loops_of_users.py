@@ -86,6 +86,7 @@ def test_dqn_with_a_replay_buffer_trains_as_in_plain_torch(tmp_path: Path) -> No
     assert [row["won"] for row in history_of(run)] == pytest.approx([row["won"] for row in logged])
 
 
+@pytest.mark.full
 def test_dqn_learns_to_walk_to_the_end(tmp_path: Path) -> None:
     run = trained(tmp_path, "dqn", (1, None), epochs=60)
     agent = users.Agent()
@@ -103,6 +104,7 @@ def test_maml_is_that_of_torch_func(tmp_path: Path) -> None:
     assert [row["error"] for row in history_of(run)] == pytest.approx(errors, rel=1e-4)
 
 
+@pytest.mark.full(but=["maml"])
 @pytest.mark.parametrize("loop", KEYS)
 def test_it_has_the_same_bits_on_any_workers_through_kills_and_in_a_replay(tmp_path: Path, loop: str) -> None:
     keys: dict[str, Any] = {"checkpoint": {"every_steps": 2, "keep": 9}}

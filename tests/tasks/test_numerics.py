@@ -165,6 +165,7 @@ def halves(folder: Path, name: str, **keys: Any) -> tuple[dict[str, Any], str]:
     return given, resumed.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_that_is_resumed_on_another_kind_says_so(tmp_path: Path, own: dict[str, Any]) -> None:
     given, says = halves(tmp_path, "bits", bitwise=True)

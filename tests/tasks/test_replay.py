@@ -123,6 +123,7 @@ def compiled_training_and_replay(folder: str) -> None:
     print(found.compared, found.loss == dp_ray.load(run).history[2]["loss"])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_compiled_model_has_its_bits(tmp_path: Path) -> None:
     ended = forked.ended(compiled_training_and_replay, str(tmp_path))
@@ -136,6 +137,7 @@ def test_how_losses_compare() -> None:
     assert compared(1.0, None) == compared(None, 1.0) == "not compared"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_whose_workers_held_parts_of_the_model(tmp_path: Path) -> None:
     run = trained(job_of("conv", IMAGES, workers=2, strategy="fsdp", **STEPS_OF_22), tmp_path, (2, 5), (3, None))
@@ -402,6 +404,7 @@ def test_the_debugger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert sys.gettrace() is tracing
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_in_an_object_store(server: Server) -> None:
     keys = {"shards": 2, "bitwise": True, "epochs": 2, "checkpoint": {"every_steps": 20}, "max_steps": 50}

@@ -90,6 +90,7 @@ def gan_passes_by_hand(model: Any, batch: Any, updates: dict[str, Any]) -> Itera
     updates["generator"].step()
 
 
+@pytest.mark.full
 def test_the_passes_of_a_gan_have_plain_torchs_losses_and_the_runs_bits(tmp_path: Path) -> None:
     """Of a run of two workers, and of three after a kill, replayed on one from its newest checkpoint."""
     keys: dict[str, Any] = {"bitwise": True, "checkpoint": {"every_steps": 2, "keep": 2}}
@@ -192,6 +193,7 @@ def test_a_step_without_rows_says_so(tmp_path: Path) -> None:
     assert list(found.lines()).count("no rows: all were skipped or set aside") == 3
 
 
+@pytest.mark.full
 def test_what_a_loop_gathers_and_cuts_itself_has_positions_and_no_samples(tmp_path: Path) -> None:
     """Its own state, a count of what was played, is that of the checkpoint."""
     keys: dict[str, Any] = {"model": f"{LOOPS}:Policy", "dataset": f"{LOOPS}:Rows", "bitwise": True}

@@ -168,6 +168,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.full(
+    but=[
+        "makes buffers-3",
+        "sparse-1",
+        "momentum-3",
+        "norm and dropout-1",
+        "recurrent-0",
+        "unused-3",
+        "checkpoint-1",
+        "in a list-0",
+    ]
+)
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_the_bare_modules_shard_by_shard(name: str, workers: int) -> None:
@@ -215,6 +227,7 @@ PARTS = ["first", "norm", "listed", "embedding", "last"]
 ACTIONS = [*["call"] * 5, *["backward"] * 4, "no_grad", "descend", "freeze", "thaw", "eval", "train", "drop", "write"]
 
 
+@pytest.mark.full(but=["2-True"])
 @pytest.mark.parametrize(("workers", "kills"), [(0, False), (2, True)])
 def test_drawn_programs_end_as_the_bare_modules(workers: int, kills: bool) -> None:
     for seed in range(2 if kills else 15):
@@ -270,6 +283,7 @@ def check_program(draw: random.Random, workers: int, actions: list[str]) -> None
             assert_same_modules(*both)
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_module_frozen_or_changed_while_its_graph_waits_gets_its_gradients(workers: int) -> None:
     torch.manual_seed(0)
@@ -300,6 +314,7 @@ def test_a_module_frozen_or_changed_while_its_graph_waits_gets_its_gradients(wor
         )
 
 
+@pytest.mark.full
 def test_a_generator_trains_through_a_frozen_judge() -> None:
     torch.manual_seed(0)
     nets = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -322,6 +337,7 @@ def test_a_generator_trains_through_a_frozen_judge() -> None:
     torch.testing.assert_close(trained(*(DataParallel(net, 2, quiet=True) for net in nets)), trained(*plain))
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_output_outlives_its_module_and_not_its_close(workers: int) -> None:
     bare, inputs = nn.Linear(2, 2), torch.ones(4, 2)
@@ -343,6 +359,7 @@ def test_an_output_outlives_its_module_and_not_its_close(workers: int) -> None:
         other(inputs)
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_two_modules_draw_the_same_numbers(workers: int) -> None:
     ones = torch.ones(60)
@@ -357,6 +374,7 @@ def test_no_two_modules_draw_the_same_numbers(workers: int) -> None:
             assert not any(torch.equal(one, other) for other in drawn[:at])
 
 
+@pytest.mark.full(but=["3"])
 @pytest.mark.parametrize("workers", [0, 3])
 def test_what_a_model_prints_comes_before_its_error_and_of_a_backward(workers: int) -> None:
     inputs = torch.arange(6.0).view(6, 1)
@@ -374,6 +392,7 @@ def test_what_a_model_prints_comes_before_its_error_and_of_a_backward(workers: i
     assert said(models.Says(backward=4)) == forwards + backwards
 
 
+@pytest.mark.full
 def test_a_backward_that_raises_leaves_the_group_and_names_the_shard() -> None:
     model = DataParallel(models.Says(backward=4), 3, quiet=True)
     with pytest.raises(
@@ -388,6 +407,7 @@ def test_a_backward_that_raises_leaves_the_group_and_names_the_shard() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_settings_of_precision_travel_and_are_put_back(workers: int) -> None:
     model, inputs = DataParallel(models.TellsPrecision(), workers, quiet=True), torch.ones(4, 4, requires_grad=True)
@@ -413,6 +433,7 @@ def test_settings_of_precision_travel_and_are_put_back(workers: int) -> None:
         assert DataParallel(nn.Linear(4, 2), workers, quiet=True)(inputs).dtype == torch.bfloat16
 
 
+@pytest.mark.full
 def test_fewer_workers_are_honoured_and_more_start_anew() -> None:
     inputs = torch.randn(6, 2)
     first = DataParallel(nn.Linear(2, 2), 2, shards=4, quiet=True)
@@ -437,6 +458,7 @@ def test_fewer_workers_are_honoured_and_more_start_anew() -> None:
     assert {shape.rank for shape in more.shapes} == {0, 1, 2}
 
 
+@pytest.mark.full(but=["backward", "forward"])
 @pytest.mark.parametrize("when", ["before", "forward", "backward"])
 def test_the_shards_of_a_lost_worker_are_run_again(tmp_path: Path, when: str) -> None:
     inputs = torch.randn(9, 2, requires_grad=True)
@@ -458,6 +480,7 @@ def test_the_shards_of_a_lost_worker_are_run_again(tmp_path: Path, when: str) ->
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.full
 def test_a_worker_may_be_lost_once_it_has_run_its_shard_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one is lost in the same call, which so goes on without either."""
     module, inputs = nn.Linear(2, 2), torch.ones(4, 2)
@@ -514,6 +537,7 @@ def test_only_the_shards_whose_graphs_are_lost_run_again(tmp_path: Path) -> None
         torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
 
 
+@pytest.mark.full(but=["killed0"])
 @pytest.mark.parametrize("killed", [(1,), (0, 2), (0, 1, 2)])
 def test_newcomers_alone_are_sent_the_module(killed: tuple[int, ...]) -> None:
     module, inputs = nn.Linear(2, 3), torch.randn(9, 2)
@@ -549,6 +573,7 @@ def test_newcomers_alone_are_sent_the_module(killed: tuple[int, ...]) -> None:
         assert changed == ({(1,)} if len(killed) < 3 else {(1,), (0, 1)})
 
 
+@pytest.mark.full(but=["False"])
 @pytest.mark.parametrize("has_run", [False, True])
 def test_a_backward_that_ctrl_c_cut_short_can_be_run_again(has_run: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module, inputs = nn.Linear(2, 2), torch.ones(4, 2)
@@ -582,6 +607,7 @@ class OfSession(Gloo):
         return super().serve(WorkerKeys(workers=1))
 
 
+@pytest.mark.full
 def test_modules_of_two_sessions_run_on_the_workers_of_their_own() -> None:
     kinds = [OfSession(), OfSession()]
     first, second = [DataParallel(nn.Linear(2, 2), 1, quiet=True, _kind=one) for one in kinds]
@@ -692,6 +718,7 @@ assert "ray" not in sys.modules
 """
 
 
+@pytest.mark.full
 def test_here_takes_local_code_and_imports_no_ray() -> None:
     subprocess.run([sys.executable, "-c", LOCAL], cwd=ROOT, check=True)
 

@@ -191,6 +191,7 @@ class KilledAt(StepControl):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.full(but=["eval_hard_loss"])
 @pytest.mark.parametrize("best", ["eval_hard_loss", "eval_test_loss"])
 def test_a_run_killed_amid_the_second_evaluation_goes_on_to_the_same_end(tmp_path: Path, best: str) -> None:
     """Both are due after step 11: by then `test` ran 2 times a step, and `hard` 3 times four; 1 and 2 are to come."""
@@ -214,6 +215,7 @@ def test_a_run_killed_amid_the_second_evaluation_goes_on_to_the_same_end(tmp_pat
         assert mine == theirs
 
 
+@pytest.mark.full(but=["0"])
 @pytest.mark.parametrize("slot", [0, 1])
 def test_the_others_go_on_where_a_worker_is_killed_before_the_second_evaluation(tmp_path: Path, slot: int) -> None:
     keys: dict[str, Any] = {"eval": {"test": TEST, "hard": {**HARD, "every_steps": 4}}}
@@ -278,6 +280,7 @@ def test_samples_that_are_set_aside_are_told_with_the_evaluation(tmp_path: Path)
             assert last[f"eval_{name}_loss"] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_model_in_parts_is_evaluated_on_each(tmp_path: Path) -> None:
     """With FSDP a worker without shards runs dummies beside the others in the second evaluation too."""
     found = {}
@@ -454,6 +457,7 @@ def test_a_run_that_kept_the_references_of_its_evaluations_alone_has_kept_nothin
     assert not has_kept_nothing(run), "a file of the user's own"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_on_ray_the_history_is_that_of_this_process(run_in_session: Run, tmp_path: Path) -> None:
     keys = keys_of(**{**KEYS, "optimizer": SGD, "early_stopping": {"metric": "eval_hard_loss", "patience": 9}})

@@ -121,6 +121,7 @@ def ending(folder: Path) -> tuple[Any, ...]:
     return bits, repr(history_of(folder)), repr((kept.about, kept.state))
 
 
+@pytest.mark.full(but=["mlp"])
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "conv"])
 def test_killed_at_each_border_it_ends_as_the_undisturbed_one(tmp_path: Path, model: str) -> None:
@@ -176,6 +177,7 @@ def test_the_average_is_the_same_bits_on_any_number_of_workers(tmp_path: Path) -
     assert endings[0] == endings[1] == endings[2]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_on_an_object_store_it_fails_goes_on_and_ends_as_on_a_disk(server: "Server", tmp_path: Path) -> None:
     file = {**KEYS, "task": "train", "model": "tests.support.training:mlp", "dataset": "tests.support.training:Pairs"}
@@ -200,6 +202,7 @@ def fail_at(view: TrainingView, step: int) -> None:
         raise RuntimeError("enough")
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_on_ray_with_a_killed_worker_it_stops_where_one_process_does(run_in_session: Run, tmp_path: Path) -> None:
     file = {**KEYS, "task": "train", "model": "tests.support.training:mlp", "dataset": "tests.support.training:Pairs"}

@@ -50,6 +50,7 @@ def assert_same(folder: Path, expected: Path) -> None:
     assert history_of(folder) == history_of(expected)
 
 
+@pytest.mark.full(but=["0", "2"])
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_one_of_three_is_killed(tmp_path: Path, slot: int) -> None:
     expected = undisturbed(tmp_path)
@@ -58,6 +59,7 @@ def test_one_of_three_is_killed(tmp_path: Path, slot: int) -> None:
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.full(but=["0-exchange", "1-update", "0-checkpoint", "0-weights"])
 @pytest.mark.parametrize("part", ["backward", "exchange", "update", "after", "evaluation", "checkpoint", "weights"])
 @pytest.mark.parametrize("slot", [0, 1])
 def test_a_worker_is_killed_in_a_part_of_a_step(tmp_path: Path, part: str, slot: int) -> None:
@@ -69,6 +71,7 @@ def test_a_worker_is_killed_in_a_part_of_a_step(tmp_path: Path, part: str, slot:
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.full(but=["faults1-False"])
 @pytest.mark.parametrize("bitwise", [True, False])
 @pytest.mark.parametrize("faults", [[Fault(0, 6, "update"), Fault(2, 6, "exchange")], [Fault(2, 6, "exchange")]])
 def test_of_four_those_hear_of_a_death_that_are_no_neighbours(
@@ -83,6 +86,7 @@ def test_of_four_those_hear_of_a_death_that_are_no_neighbours(
     assert all(torch.allclose(there[name], here[name], rtol=1e-4, atol=1e-5) for name in there)
 
 
+@pytest.mark.full(but=["0"])
 @pytest.mark.parametrize("slot", [0, 2])
 def test_another_worker_comes_in_the_place_of_a_dead_one(tmp_path: Path, slot: int) -> None:
     slow: dict[str, Any] = {"epochs": 60, "checkpoint": {"every_steps": 50, "best": "eval_loss"}}
@@ -95,6 +99,7 @@ def test_another_worker_comes_in_the_place_of_a_dead_one(tmp_path: Path, slot: i
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.full(but=["faults0-0", "faults6-5"])
 @pytest.mark.parametrize(
     ("faults", "first"),
     [
@@ -128,6 +133,7 @@ def loop_keys(loop: str, **keys: Any) -> dict[str, Any]:
     return keys_of(loop, **{**given, **keys, **(PPO if loop == "ppo" else {})})
 
 
+@pytest.mark.full(but=["faults1-gan", "faults0-ppo"])
 @pytest.mark.parametrize("loop", ["gan", "ppo"])
 @pytest.mark.parametrize(
     "faults",
@@ -146,6 +152,7 @@ def test_a_loop_goes_on_from_the_newest_checkpoint(tmp_path: Path, loop: str, fa
     assert_same(tmp_path / "run", tmp_path / "undisturbed")
 
 
+@pytest.mark.full(but=["fault0"])
 @pytest.mark.parametrize("fault", [Fault(1, 5), Fault(0, 4, "gather")])
 def test_a_sharded_prediction_goes_on(tmp_path: Path, fault: Fault) -> None:
     keys: dict[str, Any] = {
@@ -180,6 +187,7 @@ class Removing(Pairs):
         return super().__getitem__(index)
 
 
+@pytest.mark.full(but=["evaluate"])
 @pytest.mark.parametrize("task", ["predict", "evaluate"])
 def test_the_weights_that_survivors_have_are_not_read_again(tmp_path: Path, task: str) -> None:
     run_group(made(workers=1), tmp_path / "trained")
@@ -209,6 +217,7 @@ def test_the_weights_that_survivors_have_are_not_read_again(tmp_path: Path, task
         assert found == expected and expected
 
 
+@pytest.mark.full(but=["second0"])
 @pytest.mark.parametrize("second", [Fault(2, 7, "level"), Fault(0, 7, "level"), Fault(2, 7, "level", 3.0)])
 def test_another_is_lost_while_the_survivors_level(tmp_path: Path, second: Fault) -> None:
     expected = undisturbed(tmp_path)
@@ -217,6 +226,7 @@ def test_another_is_lost_while_the_survivors_level(tmp_path: Path, second: Fault
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["fsdp", "loop"])
 def test_a_newcomer_reads_the_checkpoint_that_the_others_keep_for_it(tmp_path: Path, kind: str) -> None:
     """No step runs twice for it."""
@@ -236,6 +246,7 @@ def test_a_newcomer_reads_the_checkpoint_that_the_others_keep_for_it(tmp_path: P
     assert_same(tmp_path / "run", tmp_path / "undisturbed")
 
 
+@pytest.mark.full(but=["keys1-fault1"])
 @pytest.mark.parametrize(
     ("keys", "fault"),
     [
@@ -261,6 +272,7 @@ def test_the_others_leave_a_worker_that_is_stopped_and_closes_nothing(
         assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.full(but=["ddp-piece"])
 @pytest.mark.parametrize("part", ["piece", "naming"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "loop"])
 def test_a_rank_0_that_sleeps_amid_a_commit_leaves_nothing_once_the_others_have_gone_on(
@@ -298,6 +310,7 @@ def wide() -> torch.nn.Module:
 SLOW_SGD = {"target": "torch.optim:SGD", "args": {"lr": 0.001, "momentum": 0.9}}  # else the weights end as NaN
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tmp_path: Path) -> None:
     parts = ["forward", "backward", "exchange", "update", "after"]

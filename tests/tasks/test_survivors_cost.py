@@ -60,6 +60,7 @@ def steps_of(folder: Path, is_ready: bool, workers: int, kind: str) -> list[list
     return steps
 
 
+@pytest.mark.full(but=["ddp"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "loop"])
 def test_a_step_without_a_fault_makes_no_call_more(tmp_path: Path, kind: str) -> None:
     for workers in (1, 2):

@@ -27,6 +27,7 @@ from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import models
+from tests.support.chance import examples
 from tests.support.group import run_group, shapes_in
 from tests.support.merging import merged
 
@@ -57,7 +58,7 @@ def plain_loop(job: Job, order: list[int], collate: Callable[[list[Any]], Any], 
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(1, 60),
     batch_size=st.integers(1, 20),

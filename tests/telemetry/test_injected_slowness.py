@@ -74,6 +74,7 @@ def short_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dp_ray.telemetry.times.JUDGED_FROM", 0.0)
 
 
+@pytest.mark.full(but=["0"])
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_slowness_is_named_five_times_of_five(tmp_path: Path, seed: int) -> None:
@@ -95,6 +96,7 @@ def test_slowness_is_named_five_times_of_five(tmp_path: Path, seed: int) -> None
             assert verdict.kind == "checkpoint", verdict
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_worker_that_is_slowed_on_ray_is_named_in_the_result(run_in_session: Any) -> None:
     given = {

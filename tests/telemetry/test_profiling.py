@@ -124,6 +124,7 @@ def test_a_profile_does_not_make_another_job() -> None:
     assert plain.fingerprint() == profiling.fingerprint()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_trace_and_the_times_go_to_an_object_store(server: "Server", in_project: Path) -> None:
     result = dp_ray.run(**keys_of(workers=0, quiet=True, storage=server.url("traced"), name="run", profile="1"))

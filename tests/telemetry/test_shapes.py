@@ -48,6 +48,7 @@ from dp_ray.telemetry.shapes import (
 )
 from dp_ray.tensors.tree import sizes
 from tests.support.builders import monitor_of
+from tests.support.chance import examples
 from tests.support.trees import Data, Pair
 from tests.support.within import within
 
@@ -351,7 +352,7 @@ histories = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(histories)
 def test_all_that_was_recorded_is_sent(steps: list[tuple[list[tuple[int, Sizes]], bool]]) -> None:
     """Whatever shards a step has, whenever what there is is sent, also in the middle of a step."""
@@ -617,7 +618,7 @@ class Worker:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps=st.integers(1, 25), shards=st.integers(1, 5), attempts=st.integers(1, 4), data=st.data())
 def test_every_shard_is_printed_once_and_kept_as_it_ran_last(
     steps: int, shards: int, attempts: int, data: st.DataObject
@@ -754,7 +755,7 @@ def test_a_resumed_run_prints_what_was_reported_before(tmp_path: Path, capsys: p
     monitor.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 2) | st.none(), min_size=1, max_size=60),
     pieces=st.integers(1, 5),
@@ -808,6 +809,7 @@ def growth_of(act: Callable[[], None]) -> int:
         pa.set_memory_pool(before)
 
 
+@pytest.mark.full(but=["together"])
 @pytest.mark.parametrize("is_ahead", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["together", "apart"])
 def test_memory_does_not_grow_with_the_steps(is_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100,000 steps of two workers in blocks, or of one and then of the other: as rows, 8 megabytes.

@@ -413,6 +413,7 @@ def test_a_process_sends_the_rows_and_the_end_and_shows_no_secret(site: Path, ru
     assert b"hush" not in kept
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_in_an_object_store_is_fed_as_it_goes_on_and_no_command_shows_the_stores_secret(
     site: Path, server: Any
@@ -436,6 +437,7 @@ def test_a_run_in_an_object_store_is_fed_as_it_goes_on_and_no_command_shows_the_
     assert RECENT_SECONDS + max(LOOK_SECONDS.values()) <= 5, "what a row waits for, at most, besides the requests"
 
 
+@pytest.mark.full(but=["time.sleep(600)-no answer within 1 s"])
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -461,6 +463,7 @@ def test_a_package_that_raises_ends_its_process_or_hangs_is_told_and_left_after_
     assert not tracker.is_done and have_ended(site)
 
 
+@pytest.mark.full(but=["if is_first: Run.log = lambda self, values, step: time.sleep(600)-no answer within 1 s"])
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -485,6 +488,7 @@ def test_a_process_that_ends_or_hangs_is_started_anew(
     assert said == [FAILS + says, "trackio answers again"] and have_ended(site)
 
 
+@pytest.mark.full
 def test_the_end_of_the_run_does_not_wait_for_the_next_try(
     site: Path, run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +511,7 @@ def test_a_run_that_is_lost_to_another_driver_is_left_without_a_word(site: Path,
     assert have_ended(site) and said == [] and "finished" not in told(site)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_child", [False, True])
 def test_a_killed_driver_leaves_no_process(site: Path, run: Storage, has_child: bool) -> None:
     """Not even if a process that it has forked lives on, and holds all that it held."""
@@ -555,6 +560,7 @@ def test_a_run_whose_tracker_hangs_ends_as_without(
     assert (tmp_path / "run" / METRICS).exists() and have_ended(site)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_step_that_takes_long_keeps_no_row_from_the_tracker(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
