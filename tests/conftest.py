@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import groupby
 from multiprocessing.util import Finalize
 from operator import itemgetter
 from pathlib import Path
@@ -128,9 +129,17 @@ def keep_some_cases(items: list[pytest.Item], are_all: bool) -> None:
 
 @pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
 def pytest_take_an_eighth(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave seven of eight tests out: neighbours, which take about as long, fall into different eighths."""
-    if (part := config.getoption("--eighth")) is not None:
-        items[:] = items[part % 8 :: 8]
+    """Leave seven of eight tests out: neighbours, which take about as long, fall into different eighths.
+
+    Those on simulated GPUs stay together, for they share the processes that run their jobs.
+    """
+    if (part := config.getoption("--eighth")) is None:
+        return
+    together = [list(group) for _, group in groupby(items, lambda item: "sim" in item.path.parts or item.nodeid)]
+    eighths: list[list[pytest.Item]] = [[] for _ in range(8)]
+    for tests in sorted(together, key=len, reverse=True):
+        min(eighths, key=len).extend(tests)
+    items[:] = [item for item in items if item in eighths[part % 8]]
 
 
 @pytest.fixture(autouse=True)

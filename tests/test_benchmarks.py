@@ -74,6 +74,7 @@ def test_loops_take_turns_every_few_steps() -> None:
     assert all(cost.cpu > 0 and cost.wall > 0 for pair in pairs for cost in pair)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_first_step_of_a_turn_is_not_measured_on_either_side() -> None:
     def loop(control: StepControl) -> None:
@@ -112,6 +113,7 @@ def test_a_loop_that_fails_lets_the_other_end() -> None:
     assert ran == [*range(9)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_cases_of_a_gpu_run_on_the_cpu() -> None:
     quick = replace(gpu.SMALL, block=1, warm=0, pairs=1)

@@ -248,7 +248,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
-@pytest.mark.full(but=["README.md", "docs/tutorial.md", "docs/training.md"])
+@pytest.mark.full(but=["README.md", "docs/tutorial.md"])
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in RUN_ELSEWHERE], ids=name_of)
 def test_every_command_and_snippet_works(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ def job_of_file(name: str, **keys: Any) -> Any:
     return load_job(ROOT / "jobs" / name, keys)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_characters_are_learned_on_two_workers_as_by_plain_torch(tmp_path: Path) -> None:
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.5}}
@@ -82,7 +83,7 @@ def test_the_documents_of_the_gpt_are_those_of_python() -> None:
             assert bytes(texts[number]["input_ids"].tolist()) == text.encode()[:50]
 
 
-@pytest.mark.full(but=["gpt2"])
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_of_hugging_face_trains_on_two_workers(tmp_path: Path, kind: str) -> None:
@@ -114,6 +115,7 @@ def test_a_model_of_hugging_face_trains_on_two_workers(tmp_path: Path, kind: str
         assert torch.allclose(trained[name], parameter, rtol=1e-3, atol=1e-4), name
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_simclr_is_plain_torchs_on_any_workers(tmp_path: Path) -> None:
     losses = by_plain_torch(initial(Encoder), 4)
@@ -162,12 +164,14 @@ def test_a_student_learns_from_its_teacher_which_stays(tmp_path: Path) -> None:
         assert torch.equal(result.weights[f"teacher.{name}"], tensor), name
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_walker_learns_to_go_to_the_middle(tmp_path: Path) -> None:
     rewards = [row["reward"] for row in trained_here(tmp_path, "reinforce", epochs=12).history]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.5
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_lbfgs_finds_the_curve_through_the_noise(tmp_path: Path) -> None:
     losses = [row["loss"] for row in trained_here(tmp_path, "lbfgs", epochs=12).history]
@@ -178,6 +182,7 @@ def small_run(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
     return dp_ray.run(ROOT / "jobs" / f"{name}.yaml", workers=0, storage=str(folder), quiet=True, **keys)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_digits_are_augmented_anew_and_alike_on_any_workers(tmp_path: Path) -> None:
     data, plain = Moved(), Digits("train")
@@ -191,6 +196,7 @@ def test_digits_are_augmented_anew_and_alike_on_any_workers(tmp_path: Path) -> N
     assert all(torch.equal(tensor, shared[name]) for name, tensor in alone.items())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_table_is_learned_from_its_files(tmp_path: Path) -> None:
     table.write(tmp_path / "data")

@@ -131,7 +131,7 @@ def test_a_plan_waits_for_no_ray(tmp_path: Path) -> None:
     assert "ray" not in loaded_by(code)
 
 
-@pytest.mark.full(but=["data"])
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("satellite", sorted(SATELLITES))
 def test_a_run_that_does_not_use_a_satellite_does_without(satellite: str, tmp_path: Path) -> None:
@@ -150,6 +150,7 @@ def test_a_stop_waits_for_neither_torch_nor_ray() -> None:
     assert not {"torch", "ray"} & loaded_by("import dp_ray.rundir.lease, dp_ray.cli.main")
 
 
+@pytest.mark.full
 def test_a_worker_that_serves_modules_imports_what_they_need() -> None:
     loaded = modules_of("import dp_ray.cluster.loop, dp_ray.cluster.server")
     own = {name for name in loaded if name.partition(".")[0] == "dp_ray"}

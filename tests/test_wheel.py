@@ -83,6 +83,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert {name for name in names if name.startswith("dp_ray/")} == files_of_the_package()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_sdist_and_wheel_are_the_same_bytes_each_time(wheel: Path, tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "--directory"]

@@ -175,6 +175,7 @@ def program(number: int, *args: str) -> None:
     __main__.program()
 
 
+@pytest.mark.full(but=["15-0"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_run_that_is_done_is_not_to_be_run_again(number: int, status: int, tmp_path: Path) -> None:
     job = job_file(training(tmp_path, epochs=1), tmp_path)
@@ -182,6 +183,7 @@ def test_a_run_that_is_done_is_not_to_be_run_again(number: int, status: int, tmp
     assert dp_ray.load(tmp_path / "run").status == "done"
 
 
+@pytest.mark.full(but=["once"])
 @pytest.mark.parametrize(("signals", "status"), [("SIGTERM", 75), ("SIGTERM SIGTERM", 130)], ids=["once", "twice"])
 def test_a_launchers_second_signal_while_the_program_ends_is_a_second_one(
     signals: str, status: int, tmp_path: Path
@@ -212,6 +214,7 @@ def test_a_block_that_begins_where_a_stop_was_accepted_is_asked_too() -> None:
     assert asked == ["SIGUSR2"], "with the block, what it has accepted is over"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_cluster_that_is_lost_ends_the_run_with_75_and_it_goes_on_elsewhere(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def explored(model: Model, budget: dict[str, int]) -> int:
     return len(seen)
 
 
-@pytest.mark.full(but=["kill"])
+@pytest.mark.full
 @pytest.mark.parametrize("budget", BUDGETS, ids="-".join)
 def test_three_workers_in_every_interleaving(budget: dict[str, int]) -> None:
     steps = 2 if "drain" in budget else 3  # else it takes long
@@ -63,6 +63,7 @@ def all_of_three(workers: int) -> Membership:
     return Membership(workers, least=workers)
 
 
+@pytest.mark.full
 def test_a_job_that_needs_all_its_workers_waits_for_the_newcomer() -> None:
     assert explored(Model(3, 3, all_of_three), {"kill": 1, "come": 1}) > 3_000
     assert explored(Model(3, 2, all_of_three), {"kill": 1, "drain": 1}) > 1_000

@@ -295,6 +295,7 @@ def test_an_address_where_nothing_listens_is_an_error_at_once() -> None:
         wants_token(f"127.0.0.1:{free_port()}")
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_cluster_tells_whether_it_wants_a_token(cluster: Cluster, made_up_gpus: str) -> None:
     assert not wants_token(made_up_gpus)
@@ -308,6 +309,7 @@ def test_in_ray_job_is_told_by_rays_variable(monkeypatch: pytest.MonkeyPatch) ->
     assert in_ray_job()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_job_is_for_the_cluster_that_runs_it(tmp_path: Path) -> None:
     """Ray tells a job the address of the cluster that was started last on the host: here 127.0.0.1:9, another one."""

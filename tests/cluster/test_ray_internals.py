@@ -452,6 +452,7 @@ def test_private_ray_stands_behind_the_wall() -> None:
     assert named == ALLOWED, f"what these files name belongs into {WALL.relative_to(ROOT)}: {named - ALLOWED}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "source",
     [
@@ -478,6 +479,7 @@ def test_what_the_wall_does_not_let_through(source: str) -> None:
     assert list(private_names(source))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "source",
     [
@@ -514,6 +516,7 @@ def parameters_of(thing: Any) -> set[str]:
         return {part.split(":")[0].split("=")[0].split()[-1] for part in head.split(",") if part.split()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", CONTRACT)
 def test_ray_has(place: str) -> None:
     thing, wanted = found_at(place), CONTRACT[place]
@@ -522,6 +525,7 @@ def test_ray_has(place: str) -> None:
         assert not missing, f"{place} takes no {missing}, but {parameters_of(thing)}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", USED)
 def test_ray_uses(what: str) -> None:
     place, text = USED[what]
@@ -530,6 +534,7 @@ def test_ray_uses(what: str) -> None:
     assert is_used, f"{place} does not say {text!r} any more"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_ray_reads(variable: str) -> None:
     where = VARIABLES[variable]
@@ -542,6 +547,7 @@ def test_ray_reads(variable: str) -> None:
         assert is_read, f"ray/{where} does not name {variable}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", sorted(TEXTS))
 def test_ray_says(text: str) -> None:
     fixed = text.rstrip("0123456789").encode()  # a number is put behind when it is said
@@ -549,12 +555,14 @@ def test_ray_says(text: str) -> None:
     assert is_said, f"nothing of Ray says {text!r}"
 
 
+@pytest.mark.full
 def test_ray_has_a_program_for_workers_and_settings_for_them() -> None:
     assert (RAY / "_private" / DEFAULT_WORKER).is_file()
     for setting in WITHOUT_SPARE_WORKERS:
         assert setting.encode() in (RAY / "core/src/ray/raylet/raylet").read_bytes()
 
 
+@pytest.mark.full
 def test_a_token_is_shown_to_the_cluster_that_wants_it_and_to_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that still knows a token demands it from the workers of a cluster without, and loses them."""
     monkeypatch.delenv(AUTH_MODE, raising=False)
@@ -569,6 +577,7 @@ def test_a_token_is_shown_to_the_cluster_that_wants_it_and_to_no_later_one(monke
     assert not loader.get_token_for_http_header()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("home", ["folder", "file"])
 def test_a_ray_that_is_started_where_no_token_can_be_kept_gets_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
@@ -598,6 +607,7 @@ def test_a_ray_that_is_started_where_no_token_can_be_kept_gets_one(
         core.read_variables_anew()
 
 
+@pytest.mark.full
 def test_the_contract_names_all_that_the_wall_uses() -> None:
     nodes = list(nodes_of_the_wall())
     told = {place.replace(":", ".") for place in CONTRACT}
@@ -614,6 +624,7 @@ def test_the_contract_names_all_that_the_wall_uses() -> None:
     assert set(re.findall(r'"(RAY_[A-Z]\w*[A-Z])"', source)) == set(VARIABLES)
 
 
+@pytest.mark.full
 def test_the_agents_stand_in_writes_the_ports_that_the_raylet_waits_for(tmp_path: Path) -> None:
     """As `ray._raylet.persist_port` writes them; and it lives as long as its raylet, which is this process here."""
     ports = ray._raylet.METRICS_AGENT_PORT_NAME, ray._raylet.METRICS_EXPORT_PORT_NAME
@@ -633,6 +644,7 @@ def test_the_agents_stand_in_writes_the_ports_that_the_raylet_waits_for(tmp_path
     assert subprocess.run(line, env={"RAY_RAYLET_PID": "1"}, timeout=30).returncode == 0, "its raylet has ended"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_agent_of_environments_comes_when_it_is_asked_at_the_port_that_the_raylet_knows(
     tmp_path: Path, many_files: list[int]

@@ -76,6 +76,7 @@ class Typed:
             os.close(self._terminal)
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
@@ -259,6 +260,7 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
         assert told_of.stderr.startswith(f"error: no Ray dashboard answers at http://127.0.0.1:{port}: ")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_token_that_is_refused_is_told_in_one_line() -> None:
     class Refuses(BaseHTTPRequestHandler):

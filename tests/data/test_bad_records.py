@@ -68,6 +68,7 @@ def everything(job: Job, folder: Path) -> tuple[Any, ...]:
     return weights, repr(history_of(folder)), quarantined(folder)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_bits_and_quarantine_do_not_depend_on_workers_or_loaders(tmp_path: Path) -> None:
     """With BatchNorm, whose statistics are shard 0's, and a decay, which a step without rows must not do."""
@@ -210,6 +211,7 @@ def test_a_task_evaluate_measures_the_good_rows(tmp_path: Path) -> None:
     assert told["loss"] == pytest.approx(cross_entropy(model(pairs.inputs[good]), pairs.targets[good]).item())
 
 
+@pytest.mark.full(but=["samples"])
 @pytest.mark.parametrize("scatter", ["samples", "batch"])
 def test_what_a_users_collate_cannot_collate_is_set_aside(tmp_path: Path, scatter: str) -> None:
     """It is bad if it cannot be collated with the reference, also alone in its shard, as sample 22 is."""
@@ -305,6 +307,7 @@ def test_whether_a_sample_is_bad_depends_on_no_neighbour(items: list[Any], colla
         assert verdicts(items, size, collate) == alone, size
 
 
+@pytest.mark.full(but=["3"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_outputs_of_steps_without_rows_are_whole(tmp_path: Path, workers: int) -> None:
     """Each step is a file of its own: the second one has no rows, and rank 0 none of the first."""

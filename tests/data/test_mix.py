@@ -124,6 +124,7 @@ def users_step(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return of_rows(model(batch[0]), batch[1])
 
 
+@pytest.mark.full(but=["keys3-False"])
 @pytest.mark.parametrize(
     ("keys", "is_there"),
     [
@@ -233,7 +234,7 @@ def test_losses_of_views_are_not_told_by_source(tmp_path: Path) -> None:
     assert row.get("loss_of_a") is None and row["rows_of_a"] + row["rows_of_b"] == 14
 
 
-@pytest.mark.full(but=["True"])
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("augment", [False, True])
 def test_any_workers_and_loaders_end_at_the_same_bits(tmp_path: Path, augment: bool) -> None:

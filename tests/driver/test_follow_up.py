@@ -143,6 +143,7 @@ def test_an_unfinished_one_goes_on_under_its_name(run_dir: Path, monkeypatch: py
     assert dp_ray.load(newest).status == "done"
 
 
+@pytest.mark.full(but=["changes0-args0-holds no best.safetensors: set checkpoint.best"])
 @pytest.mark.parametrize(
     ("changes", "args", "says"),
     [
@@ -169,6 +170,7 @@ def test_what_cannot_be_is_told(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_training_of_classes_is_followed_as_that_of_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

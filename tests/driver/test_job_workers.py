@@ -92,6 +92,7 @@ class NotCopied(nn.Linear):
         raise TypeError("never copied")
 
 
+@pytest.mark.full(but=["own workers"])
 @pytest.mark.parametrize(
     ("count", "workers"), [(0, InProcess()), (2, own_workers("127.0.0.1:1"))], ids=["this process", "own workers"]
 )

@@ -297,6 +297,7 @@ def names_of_checkpoints(folder: Path) -> list[str]:
     return sorted(path.stem for path in (folder / "run" / "checkpoints").glob("step-*.safetensors"))
 
 
+@pytest.mark.full(but=["while one is written"])
 @pytest.mark.root
 @pytest.mark.parametrize("kept", [[4, 6], [2, 4]], ids=["between two", "while one is written"])
 def test_a_full_disk_in_the_middle_of_a_training_costs_no_checkpoint(

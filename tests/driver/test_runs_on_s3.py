@@ -56,6 +56,7 @@ def write_parts(storage: Storage, count: int) -> None:
             stream.write(b"x" * 10 * MEGABYTE)
 
 
+@pytest.mark.full(but=["26214400"])
 @pytest.mark.parametrize("size", [0, 10, 25 * MEGABYTE])
 def test_a_block_that_raises_leaves_no_object_nor_an_upload(server: Server, size: int) -> None:
     storage = Storage(server.url(f"raises-{size}"))
@@ -97,6 +98,7 @@ def test_uploads_are_removed_from_one_folder_or_all_below_it(server: Server) -> 
     assert (server.uploads("cut"), server.uploads("cut-other")) == ([], ["x"])
 
 
+@pytest.mark.full
 def test_an_upload_that_the_store_cuts_is_an_error_and_no_file(server: Server) -> None:
     """The server refuses the fifth part."""
     with pytest.raises(StorageError, match="cannot write x"):
@@ -104,6 +106,7 @@ def test_an_upload_that_the_store_cuts_is_an_error_and_no_file(server: Server) -
     assert server.objects("refused") == {}
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.parametrize("named", [True, False])
 def test_a_large_file_is_sent_once_and_never_copied(server: Server, named: bool) -> None:
     storage = Storage(server.url(f"large-{named}"))
@@ -239,6 +242,7 @@ def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.Capt
     assert result.weights and dp_ray.load(server.url("secret/run")).weights
 
 
+@pytest.mark.full
 def test_two_workers_merge_their_parts(server: Server) -> None:
     values = predicting(server, "group", workers=2, shards=2)
     del values["quiet"]

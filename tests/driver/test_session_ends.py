@@ -57,6 +57,7 @@ def test_an_idle_session_ends_however_soon_its_timer_comes(
         session.run(None, **job(tmp_path))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_session_does_not_end_while_a_job_runs_and_counts_anew_after_it(opened: Open, tmp_path: Path) -> None:
     class Slow(models.Linear):

@@ -144,6 +144,7 @@ def plain_fit(most: int, shards: int) -> bool:
     return True
 
 
+@pytest.mark.full(but=["6", "5"])
 @pytest.mark.parametrize("most", [3, 4, 5, 6, 8, 9, 14, 15])
 def test_gradients_and_the_optimizers_state_count(tmp_path: Path, most: int) -> None:
     expected = next(count for count in (1, 2, 4, 8, 14) if plain_fit(most, count))
@@ -188,6 +189,7 @@ def test_it_counts_from_the_most_workers_there_may_be(tmp_path: Path) -> None:
     assert found(told) == 4
 
 
+@pytest.mark.full(but=["a step"])
 @pytest.mark.parametrize(
     ("keys", "number"),
     [

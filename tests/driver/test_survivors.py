@@ -139,6 +139,7 @@ def test_a_session_goes_on_with_those_that_stay_where_others_are_killed_between_
     assert "started anew: one was replaced alone, and this job needs workers that" in capfd.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_three_workers_of_which_two_are_killed_at_once_and_then_rank_0(run: Run, tmp_path: Path) -> None:
     faults = "kill worker 1 at step 5; kill worker 2 at step 5; kill worker 0 at step 95"
@@ -152,6 +153,7 @@ def test_three_workers_of_which_two_are_killed_at_once_and_then_rank_0(run: Run,
     assert result.world_sizes[0] == 3 and max(result.world_sizes[2:]) == 3, "others come in their places"
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_sharded_workers_go_on_in_their_processes_from_the_newest_checkpoint(run: Run, tmp_path: Path) -> None:
     keys: dict[str, Any] = {**GOES_ON, "epochs": 6, "checkpoint": {"every_steps": 5}, "strategy": "fsdp"}

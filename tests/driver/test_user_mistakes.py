@@ -53,6 +53,7 @@ class Timed(nn.Linear):
         torch.backends.cudnn.benchmark = True
 
 
+@pytest.mark.full
 def test_kernels_that_are_chosen_by_their_time_have_no_place_in_a_bitwise_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +435,7 @@ class Unsendable(models.Rows):
         self.held = held
 
 
+@pytest.mark.full(but=["partial-spawn", "in lists-spawn"])
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.parametrize(
     ("held", "says"),

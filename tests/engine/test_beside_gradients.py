@@ -207,6 +207,7 @@ def test_what_may_draw_random_numbers_in_an_update_is_known(keys: dict[str, Any]
     assert any(map(runs_users_code, (job.optimizer, job.scheduler))) == runs
 
 
+@pytest.mark.full(but=["keys0"])
 @pytest.mark.parametrize(
     "keys", [{"scheduler": {"target": f"{HERE}:lively"}}, {"hooks": {"on_step": f"{HERE}:drawing"}}]
 )

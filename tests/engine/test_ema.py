@@ -83,6 +83,7 @@ def test_each_update_gives_the_bits_of_torchs_own() -> None:
     assert not any(tensor.requires_grad for tensor in average.tensors().values())
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.parametrize("is_evaluated", [True, False])
 def test_what_is_evaluated_is_what_best_keeps(tmp_path: Path, is_evaluated: bool) -> None:
     overshoots = {"target": "torch.optim:SGD", "args": {"lr": 4.0}}
@@ -243,6 +244,7 @@ def left(folder: Path) -> tuple[dict[str, bytes], ...]:
     return tuple({name: value.numpy().tobytes() for name, value in file.items()} for file in files)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_sharded_averages_are_the_same_bits_as_whole_ones(tmp_path: Path) -> None:
     """Also of a run that goes on with another strategy, on another number of workers."""

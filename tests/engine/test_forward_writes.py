@@ -312,6 +312,7 @@ def test_a_momentum_encoder_that_was_seen_before_a_kill_may_pause_after_it(tmp_p
     assert ends(made, tmp_path / "killed") == first
 
 
+@pytest.mark.full(but=["max_norm"])
 @pytest.mark.parametrize("way", ["momentum", "clamp", "normalise", "max_norm"])
 def test_what_is_written_of_a_sharded_parameter_is_refused(tmp_path: Path, way: str) -> None:
     with pytest.raises(
@@ -363,6 +364,7 @@ def test_a_prediction_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.full(but=["300"])
 @pytest.mark.parametrize("width", [8, LARGE])
 def test_each_step_that_runs_again_has_the_historys_loss(tmp_path: Path, width: int) -> None:
     keys: dict[str, Any] = {"bitwise": True, "epochs": 2, "checkpoint": {"every_steps": 2}}

@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(but=["unused, frozen, in part used", "what cannot be sharded"])
+@pytest.mark.full(but=["unused, frozen, in part used"])
 @pytest.mark.slow
 @pytest.mark.parametrize("what", list(CASES))
 def test_a_sharded_training_ends_where_one_plain_process_does(tmp_path: Path, what: str) -> None:
@@ -117,7 +117,7 @@ def test_blocks_and_tied_weights_and_the_parts_of_each_worker(tmp_path: Path) ->
         assert sum(one.nbytes for one in held.values()) <= 1.1 * size / 4
 
 
-@pytest.mark.full(but=["True"])
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_experts_tied_gates_and_frozen_parts(tmp_path: Path, bitwise: bool) -> None:
@@ -157,6 +157,7 @@ def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_that_reads_its_weights_is_built_whole_and_told(tmp_path: Path) -> None:
     told = notes(run_group(job_of("ReadsItsWeights", workers=2, flops=True, **SHARDED), tmp_path))
@@ -360,6 +361,7 @@ class InnerWeights(training.Blocks):
         return outputs
 
 
+@pytest.mark.full(but=["model"])
 @pytest.mark.parametrize("name", ["penalised", "penalised_sum", "model"])
 def test_code_that_meets_shards_is_told_of_them(tmp_path: Path, name: str) -> None:
     what = "model" if name == "model" else "step"
@@ -384,7 +386,7 @@ def test_a_jobs_fingerprint_does_not_know_the_strategy() -> None:
     assert mixed.fingerprint() != ddp.fingerprint()
 
 
-@pytest.mark.full(but=["True"])
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_workers_of_ray_train_it(run_in_session: Run, bitwise: bool) -> None:

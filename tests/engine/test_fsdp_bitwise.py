@@ -119,6 +119,7 @@ def test_an_optimizer_that_may_look_at_whole_parameters_is_refused_by_name(tmp_p
         run_group(job_of("mlp", workers=workers, **keys), tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_mixed_precision_is_the_same_bits_on_any_number_of_workers(tmp_path: Path) -> None:
     """Sums are in the dtype of `reduce`, on a worker that is alone too."""
@@ -144,6 +145,7 @@ class Gated(nn.Module):
         return outputs
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_half_precision_is_the_same_bits_where_blocks_share_a_weight(tmp_path: Path) -> None:
     """As in one process, the gradients of both are added in the dtype of the weight's cast."""

@@ -153,14 +153,7 @@ FOUND: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(
-    but=[
-        "workers without rows leave unused parameters alone",
-        "parameters that some shards use",
-        "momentum of sparse gradients goes on in a sharded training",
-        "layouts on workers with several nodes of the tree",
-    ]
-)
+@pytest.mark.full(but=["workers without rows leave unused parameters alone", "parameters that some shards use"])
 @pytest.mark.slow
 @pytest.mark.parametrize("what", list(FOUND))
 def test_what_was_wrong_without_a_word(what: str) -> None:

@@ -99,6 +99,7 @@ def run(model: Ends, folder: Path) -> None:
     run_task(Job.make(keys, "job"), World(), storage, lambda message: None)
 
 
+@pytest.mark.full(but=["torch's handler-the one that is waited for"])
 @pytest.mark.parametrize("place", [0, 1], ids=["the one that is waited for", "another one"])
 @pytest.mark.parametrize("knows", ["nobody", "torch's handler", "the user's handler"])
 def test_one_that_is_killed_within_a_forward_is_told_at_the_next_batch(

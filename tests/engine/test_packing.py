@@ -220,7 +220,7 @@ def plain_losses(how: Any, epochs: int = 2) -> list[float]:
     return losses
 
 
-@pytest.mark.full(but=["cut"])
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "whole"])
 def test_a_training_is_that_of_plain_torch_on_any_workers(how: Any, tmp_path: Path) -> None:

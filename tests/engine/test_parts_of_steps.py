@@ -83,6 +83,7 @@ def seconds_of(table: pa.Table, part: str) -> list[float]:
     return [round(row, 6) for row in table.column(part).to_pylist()]
 
 
+@pytest.mark.full(but=["predict"])
 @pytest.mark.parametrize("task", ["predict", "evaluate", "train"])
 def test_each_part_of_a_step_is_told(tmp_path: Path, task: str) -> None:
     result = ran(tmp_path, task)
@@ -100,6 +101,7 @@ def test_each_part_of_a_step_is_told(tmp_path: Path, task: str) -> None:
     assert 0.5 * result.workers[0]["loop_seconds"] < loop <= 1.01 * result.workers[0]["loop_seconds"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_checkpoints_and_evaluations_have_parts_of_their_own(tmp_path: Path) -> None:
     evaluation = {"dataset": SlowReads, "every_steps": 2, "batch_size": 4}
@@ -132,6 +134,7 @@ class Shared(InProcess):
     is_here = False
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_seconds_outside_of_the_steps_are_told_with_the_verdict(tmp_path: Path) -> None:
     """The driver and the worker build the dataset, so that most of the time is before the first step."""

@@ -49,6 +49,7 @@ def from_file(folder: Path) -> dict[str, Any]:
 DIFFER = r"DataError: {}: its length differs: 101 rows on rank 0, rank 1; {} rows on rank 2"
 
 
+@pytest.mark.full(but=["60-evaluate"])
 @pytest.mark.parametrize("task", ["train", "predict", "evaluate"])
 @pytest.mark.parametrize("others", [60, 102])
 def test_workers_whose_datasets_differ_are_told_before_the_first_step(tmp_path: Path, task: str, others: int) -> None:

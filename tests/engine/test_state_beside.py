@@ -63,6 +63,7 @@ def assert_state(folder: Path, key: str, module: nn.Module) -> None:
         torch.testing.assert_close(found[name], value.detach(), rtol=3e-6, atol=1e-6)
 
 
+@pytest.mark.full(but=["True-8"])
 @pytest.mark.parametrize(("over_batch", "width"), [(False, 300), (True, 8), (True, 300)])
 def test_a_losss_state_follows_shard_0_or_the_batch(tmp_path: Path, over_batch: bool, width: int) -> None:
     loss = {**of("Centred", over_batch=over_batch, width=width), **({"over": "batch"} if over_batch else {})}
@@ -75,7 +76,7 @@ def test_a_losss_state_follows_shard_0_or_the_batch(tmp_path: Path, over_batch: 
         assert_state(folder, "loss", plain)
 
 
-@pytest.mark.full(but=["True-ddp", "False-fsdp"])
+@pytest.mark.full(but=["True-ddp"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("over_batch", [False, True])
 def test_the_bits_are_the_same_on_any_workers_and_after_a_kill(
@@ -174,6 +175,7 @@ def test_an_evaluation_measures_with_the_trained_state_and_leaves_it(tmp_path: P
     assert_state(tmp_path, "loss", plain)
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.parametrize("over_batch", [False, True])
 def test_a_replayed_step_has_the_historys_loss(tmp_path: Path, over_batch: bool) -> None:
     loss = {**of("Centred", over_batch=over_batch), **({"over": "batch"} if over_batch else {})}

@@ -86,6 +86,7 @@ class OneAsks(StopsBefore):
         raise Stopped
 
 
+@pytest.mark.full(but=["keys0"])
 @pytest.mark.parametrize(
     "keys", [{}, {"bitwise": True}, {"find_unused_parameters": True}, {"workers": 2, "shards": 4}]
 )

@@ -93,7 +93,7 @@ def ends(job: Job, folder: Path) -> tuple[dict[str, bytes], str]:
 FIRST, *OTHERS = BITWISE
 
 
-@pytest.mark.full(but=["an MLP with dropout", "a conv net with BatchNorm"])
+@pytest.mark.full(but=["an MLP with dropout"])
 @pytest.mark.parametrize("what", [FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
 def test_bitwise_is_the_same_bits_on_any_number_of_workers(tmp_path: Path, what: str) -> None:
     keys = {"batch_size": 33, "shards": 8, "bitwise": True, **BITWISE[what]}
@@ -241,6 +241,7 @@ def norms() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
 
 
+@pytest.mark.full(but=["fp16"])
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_the_same_bits_too(tmp_path: Path, precision: str) -> None:
@@ -336,6 +337,7 @@ def test_a_loss_in_fp16_whose_sum_fp16_cannot_hold_has_torchs_mean(tmp_path: Pat
     assert all(weight.isfinite().all() for weight in weights_of(tmp_path).values())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_torchscript_module_trains_as_the_module_that_it_was_made_of(tmp_path: Path) -> None:
     keys = {

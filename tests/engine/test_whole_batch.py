@@ -126,7 +126,7 @@ def check(job: Job, folder: Path, tolerance: float, **keys: Any) -> None:
     assert [row["loss"] for row in history_of(folder)] == pytest.approx(losses, rel=tolerance)
 
 
-@pytest.mark.full(but=["keys0-float64-1e-12", "keys2-float32-1e-05"])
+@pytest.mark.full(but=["keys0-float64-1e-12"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-5)])
 @pytest.mark.parametrize("keys", [{}, {"strategy": "fsdp"}, {"shards": 3}, {"shards": 3, "strategy": "fsdp"}])
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_it_is_plain_torch_on_the_whole_batch(
         check(job, tmp_path / str(workers), tolerance)
 
 
-@pytest.mark.full(but=["ddp"])
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.slow
 def test_the_same_bits_on_any_number_of_workers(tmp_path: Path, strategy: str) -> None:
@@ -285,6 +285,7 @@ def test_a_step_and_evaluations(tmp_path: Path, workers: int) -> None:
     assert told == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_replay_gives_the_loss_and_each_rows_gradient(tmp_path: Path) -> None:
     job = job_of(workers=2, bitwise=True, storage=str(tmp_path))
@@ -535,7 +536,7 @@ def test_any_model_cut_in_any_way_is_plain_torchs(
         assert torch.allclose(tensor, model.state_dict()[name], rtol=tolerance, atol=tolerance), name
 
 
-@pytest.mark.full(but=["True-ddp", "False-fsdp"])
+@pytest.mark.full(but=["True-ddp"])
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("bitwise", [False, True])

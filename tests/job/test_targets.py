@@ -95,6 +95,7 @@ def test_importing_from_where_the_user_stands_leaves_the_path_alone() -> None:
     assert sys.path == before
 
 
+@pytest.mark.full(but=["spawn"])
 @pytest.mark.slow
 @pytest.mark.usefixtures("user_code")
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])

@@ -685,6 +685,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
     monkeypatch.setattr(FileMerge, "advance", slowly)
 
 
+@pytest.mark.full(but=["3"])
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_loop_is_never_further_ahead_of_its_merging_than_a_file_for_each_worker(
@@ -724,6 +725,7 @@ def test_workers_that_are_slow_die_or_stop_come_to_the_end(
     check_whole(run, SPLIT, ORDER)
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loop_that_waits_wakes_its_merging(run: Storage, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -822,6 +824,7 @@ def test_somebody_can_always_go_on(steps: int, size: int, data: st.DataObject) -
     assert model.ran == [steps] * size
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_wait_for_the_merging_is_time_of_the_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the time split of a whole prediction, whose merging takes most of its time."""

@@ -771,6 +771,7 @@ class Memory:
         tracemalloc.stop()
 
 
+@pytest.mark.full(but=["4"])
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_merging_holds_a_few_blocks_at_a_time(

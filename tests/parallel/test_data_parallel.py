@@ -143,7 +143,6 @@ def test_states_have_no_prefix_and_both_kinds_are_loaded() -> None:
         model.weight  # noqa: B018
 
 
-@pytest.mark.full
 def test_what_the_model_prints_comes_in_order() -> None:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -155,7 +154,6 @@ def test_what_the_model_prints_comes_in_order() -> None:
     assert outputs.shape == (10, 2)
 
 
-@pytest.mark.full
 def test_a_second_derivative_and_a_second_backward_are_errors() -> None:
     model = parallel(nn.Linear(2, 1))
     output = model(torch.ones(3, 2)).sum()
@@ -169,7 +167,6 @@ def test_a_second_derivative_and_a_second_backward_are_errors() -> None:
         torch.autograd.grad(model(torch.ones(3, 2)).sum(), list(model.parameters()), create_graph=True)
 
 
-@pytest.mark.full
 def test_too_many_calls_that_wait_are_an_error_that_names_calls_and_bytes() -> None:
     model = parallel(nn.Sequential(nn.Linear(2, 100), nn.Tanh()), max_waiting=3)
     outputs = [model(torch.ones(3, 2)) for _ in range(3)]
@@ -181,7 +178,6 @@ def test_too_many_calls_that_wait_are_an_error_that_names_calls_and_bytes() -> N
     model(torch.ones(3, 2))
 
 
-@pytest.mark.full
 def test_fewer_workers_are_honoured_and_a_closed_module_is_told() -> None:
     model = parallel(nn.Identity(), 2)
     assert len(model(torch.ones(6, 1))) == 6
@@ -192,7 +188,6 @@ def test_fewer_workers_are_honoured_and_a_closed_module_is_told() -> None:
         closed(torch.ones(1))
 
 
-@pytest.mark.full
 def test_a_module_that_cannot_be_pickled_is_an_error_that_names_the_attribute() -> None:
     with pytest.raises(JobError, match=r"the module's attribute 0\.lock: cannot be pickled .* TypeError"):
         parallel(nn.Sequential(models.Locked()))
@@ -255,7 +250,6 @@ def test_only_what_has_changed_is_sent(workers: SharedWorkers, monkeypatch: pyte
     assert told == []
 
 
-@pytest.mark.full(but=["SGD"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, functools.partial(torch.optim.Adam, fused=True)])
 def test_fifty_steps_end_at_the_plain_loops_weights(optimizer: Any) -> None:
     def trained(wrapped: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -314,7 +308,6 @@ def test_bitwise_is_the_same_bits_on_any_number_of_workers() -> None:
         assert all(torch.equal(one[name], first[name]) for name in first)
 
 
-@pytest.mark.full
 def test_bitwise_sets_in_a_worker_what_it_sets_for_a_job() -> None:
     parallel(models.SetsSettings())(torch.ones(3))
     model, rows = parallel(models.TellsSettings(), shards=3, bitwise=True), torch.ones(3, 5, requires_grad=True)
@@ -338,7 +331,6 @@ def test_buffers_are_those_of_shard_0_and_draws_are_by_seed() -> None:
     assert not torch.equal(first[:100], first[100:200])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("anew", ["", "one", "two", "one two"])
 def test_buffers_that_begin_as_one_tensor_are_those_of_shard_0(anew: str) -> None:
     module, plain = models.SharesBuffers(anew), models.SharesBuffers(anew)
@@ -350,7 +342,6 @@ def test_buffers_that_begin_as_one_tensor_are_those_of_shard_0(anew: str) -> Non
         assert_close(module.state_dict(), plain.state_dict())
 
 
-@pytest.mark.full
 def test_hooks_of_the_bare_module_run_on_the_workers() -> None:
     module = nn.Linear(2, 2)
     model = parallel(module)
@@ -374,7 +365,6 @@ def test_hooks_on_gradients_run_once_at_the_caller_on_the_whole_gradient() -> No
     assert ours.abs().max() == 0.5
 
 
-@pytest.mark.full(but=["backward"])
 @pytest.mark.parametrize("when", ["before", "forward", "backward"])
 def test_the_shards_of_a_lost_worker_are_run_again(workers: SharedWorkers, tmp_path: Path, when: str) -> None:
     inputs = torch.randn(9, 2, requires_grad=True)
@@ -417,7 +407,6 @@ def test_survivors_stay_and_others_come_in_the_place_of_the_lost(
     assert sorted({one.rank for one in model.shapes}) == [0, 1, 2]
 
 
-@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_ctrl_c_between_two_sends_leaves_nobody_waiting(
     workers: SharedWorkers, monkeypatch: pytest.MonkeyPatch, cut: int
@@ -443,7 +432,6 @@ def test_ctrl_c_between_two_sends_leaves_nobody_waiting(
     assert_close(parallel(module)(inputs), module(inputs))
 
 
-@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("wait", [2, 3])
 def test_ctrl_c_between_two_views_is_followed_by_a_call(
     workers: SharedWorkers, monkeypatch: pytest.MonkeyPatch, wait: int

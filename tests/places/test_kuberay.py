@@ -106,6 +106,7 @@ def test_the_manifest_of_all_flags(folder: Path, capsys: pytest.CaptureFixture[s
     assert printed(capsys, *ALL)["spec"]["runtimeEnvYAML"] != spec["runtimeEnvYAML"], "each printing draws an id"
 
 
+@pytest.mark.full
 def test_the_code_goes_to_the_storage_by_its_hash(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage = f"file://{folder.parent}/runs"
     job = printed(capsys, "--storage", storage)

@@ -177,6 +177,7 @@ def test_a_proof_of_one_side_is_none_of_the_other(tmp_path: Path) -> None:
     there.close()
 
 
+@pytest.mark.full
 def test_what_a_killed_attempt_has_left_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port is closed, or another program's, and its token another one."""
     monkeypatch.setattr(meeting, "CONNECT_SECONDS", 1.0)

@@ -179,6 +179,7 @@ def test_without_the_runs_status_sruns_counts(tmp_path: Path) -> None:
     assert Bash(tmp_path, "exit 75").run(Script("job", COMMAND))[1][1:] == [REQUEUE]
 
 
+@pytest.mark.full(but=["usr2"])
 @pytest.mark.parametrize(
     ("signals", "requeues"), [("TERM", False), ("USR2", True), ("USR2 TERM", False)], ids=["term", "usr2", "both"]
 )

@@ -201,6 +201,7 @@ def test_a_host_without_a_first_one_ends_to_be_run_again(hosts: Hosts, tmp_path:
 WRONG = "worker: is no key of a job"
 
 
+@pytest.mark.full
 def test_a_wrong_job_ends_all_hosts_at_once(hosts: Hosts, tmp_path: Path) -> None:
     """Who launches them must not take it for a job to run again; a host without the file learns it, too."""
     job = job_in(tmp_path, worker=2)
@@ -255,6 +256,7 @@ def test_another_host_may_lack_the_job_file(hosts: Hosts, tmp_path: Path) -> Non
     assert hosts.statuses() == [0, 0], hosts.all_said()
 
 
+@pytest.mark.full
 def test_a_host_says_that_it_waits_for_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "TELL_SECONDS", 0.3)
     said: list[str] = []

@@ -179,6 +179,7 @@ def drawn(sizes: tuple[int, ...], window: int, batch: int, shards: int) -> Ints:
     return np.stack([replace(first, epoch=epoch).indices(0, sum(sizes)) for epoch in range(NUM_EPOCHS)])
 
 
+@pytest.mark.full(but=["sizes0"])
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2), (1, 2, 1)])
 def test_all_permutations_of_one_window_are_equally_likely(sizes: tuple[int, ...]) -> None:

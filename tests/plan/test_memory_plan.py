@@ -24,6 +24,8 @@ from tests.support.cluster import ROOT
 from tests.support.large import CASES, GROUP_ROWS, job_keys
 from tests.support.trainings import job_of
 
+pytestmark = pytest.mark.full  # the first job that it plans takes seconds
+
 
 def planned(keys: dict[str, Any], gpu_gib: float | None = None) -> MemoryPlan:
     return plan_memory_of(Job.make(keys, "planned"), gpu_gib)
@@ -60,7 +62,6 @@ def measured() -> dict[str, int]:
 on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are measured on Linux")
 
 
-@pytest.mark.full(but=["conv", "gpt, tied"])
 @pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize("name", list(CASES))
@@ -69,7 +70,6 @@ def test_a_worker_alone_takes_what_plain_torch_takes(measured: dict[str, int], n
     assert alone.total == pytest.approx(measured[name], rel=0.15)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 @on_linux
 def test_a_worker_of_two_takes_what_plain_torch_takes(tmp_path: Path) -> None:
@@ -82,7 +82,6 @@ def test_a_worker_of_two_takes_what_plain_torch_takes(tmp_path: Path) -> None:
             assert of(plan, strategy, 2).total == pytest.approx(totals[strategy], rel=0.15)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_kinds_add_up_to_what_the_model_has() -> None:
     job = job_of("Blocks", "Sentences", loss="tests.support.training:token_loss", workers=4, shards=4)
@@ -113,7 +112,6 @@ def test_checkpointing_and_bf16_take_less() -> None:
     assert less < half < plain
 
 
-@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy", "bitwise", "stay"),
@@ -254,7 +252,6 @@ def test_the_command_says_it_in_text_and_json(
     assert "memory" not in json.loads(run_cli("plan", "jobs/digits.yaml", "--json", *keys))
 
 
-@pytest.mark.full
 @pytest.mark.slow
 @on_linux
 def test_two_billion_parameters_are_planned_within_a_gigabyte() -> None:

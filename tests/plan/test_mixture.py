@@ -59,6 +59,7 @@ def most_off(weights: tuple[Fraction, ...], sources: list[int]) -> Fraction:
     return worst
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(1, 50) | st.integers(1, 10**7), min_size=1, max_size=16))
 @settings(max_examples=examples(60), deadline=None)
 def test_weights_hold_in_every_prefix(parts: list[int]) -> None:

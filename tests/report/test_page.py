@@ -261,6 +261,7 @@ def test_what_a_run_was_made_with_is_written_after_the_clearing_of_unfinished_fi
     assert order == ["cleared", "kept", "cleared"]
 
 
+@pytest.mark.full
 def test_nothing_of_the_page_is_imported_before_a_runs_end() -> None:
     """Its imports stand inside functions, but in its own package."""
     for path in (ROOT / "dp_ray").rglob("*.py"):

@@ -66,6 +66,7 @@ def test_two_runs_are_compared_side_by_side(
     assert [value["name"] for value in values["runs"]] == ["one", "two"]
 
 
+@pytest.mark.full
 def test_runs_of_one_job_differ_in_nothing(here: Path) -> None:
     first, second = train(here, "one"), train(here, "two")
     told = told_of(first, second).splitlines()
@@ -84,6 +85,7 @@ def test_a_run_whose_driver_was_killed_as_it_removed_the_pieces_of_its_history_h
     assert losses == [row["loss"] for row in result.history] and len(losses) > 2
 
 
+@pytest.mark.full
 def test_what_came_from_python_is_not_called_the_same(here: Path) -> None:
     first, second = (train(here, name, dataset=training.Pairs(101)) for name in ("one", "two"))
     told = "the same job as far as can be told: dataset from Python cannot be compared, the same weights"

@@ -174,6 +174,7 @@ def test_an_old_prediction_is_reported_resumed_and_loaded(version: str, tmp_path
     assert result.sample_index.tolist() == list(range(len(data)))
 
 
+@pytest.mark.full(but=["0.2.0"])
 @pytest.mark.slow
 @each_version
 def test_an_old_sweep_goes_on(version: str, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_killed_at_any_step_and_run_on_other_numbers_of_workers(tmp_path: Path) 
     assert [row["step"] for row in history_of(run)] == list(range(12))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_used(tmp_path: Path) -> None:
     run_group(mortal(tmp_path, 2), tmp_path / "whole")

@@ -71,7 +71,7 @@ def trains(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.full(but=["run_again"])
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "status"), [((), 130), (("--run-again",), 75)], ids=["stop", "run_again"])
 def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(

@@ -175,6 +175,7 @@ def test_the_metric_that_counts(
     assert chosen_metric(job, *asked) == expected
 
 
+@pytest.mark.full
 def test_a_changed_sweep_is_refused_by_name_and_more_trials_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -265,6 +265,7 @@ def test_a_sweep_that_another_driver_runs_is_refused(
     assert states(base) == ["failed", "done"]
 
 
+@pytest.mark.full
 def test_overwrite_deletes_the_sweep_and_its_runs_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
 ) -> None:
@@ -327,6 +328,7 @@ def test_a_sweep_that_was_given_another_name_takes_no_other_runs_for_its_own(
     assert (runs / "first-1" / "run.json").exists()
 
 
+@pytest.mark.full(but=["<lambda>2"])
 @pytest.mark.parametrize(
     "damage",
     [
@@ -407,6 +409,7 @@ def test_a_search_draws_better_values_and_one_that_was_stopped_draws_the_same(
     assert len({x["model.args.x"] for x in picked(base, "whole")}) == 30
 
 
+@pytest.mark.full
 def test_a_killed_search_runs_its_half_run_trial_with_the_same_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +535,7 @@ def test_ctrl_c_stops_the_trials_of_all_lanes_and_a_second_one_ends_them(is_stub
     assert stop.is_asked and stop.is_at_once == is_stubborn
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_between_two_trials_ends_the_sweep_and_loses_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

@@ -122,7 +122,7 @@ def undisturbed(tmp_path: Path, **keys: Any) -> tuple[Job, Path]:
     return job, tmp_path / "undisturbed"
 
 
-@pytest.mark.full(but=["1"])
+@pytest.mark.full
 @pytest.mark.parametrize("shards", [1, 3])
 def test_lost_at_each_step_in_each_part(tmp_path: Path, shards: int) -> None:
     job, expected = undisturbed(tmp_path, shards=shards)

@@ -88,6 +88,7 @@ def test_the_declared_training_as_a_loop_has_its_bits_and_its_history(tmp_path: 
         assert history == own_history and len(history) == 6
 
 
+@pytest.mark.full
 def test_a_hook_on_a_gradient_gets_that_of_the_whole_batch_in_each_pass(tmp_path: Path) -> None:
     expected, _ = loops.by_hand(loops.gan_by_hand, kind=loops.HookedGan)
     plain, _ = loops.by_hand(loops.gan_by_hand)
@@ -98,6 +99,7 @@ def test_a_hook_on_a_gradient_gets_that_of_the_whole_batch_in_each_pass(tmp_path
         assert any((tensor - plain[name]).abs().max() > 0.01 for name, tensor in found.items())
 
 
+@pytest.mark.full
 def test_a_gradient_penalty_and_a_generator_of_each_second_step(tmp_path: Path) -> None:
     expected, _ = loops.by_hand(loops.wgan_by_hand)
     for workers in (1, 2, 3):
@@ -121,6 +123,7 @@ def lbfgs_by_hand(steps: int) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.full
 def test_lbfgs_is_torchs_on_the_whole_batch(tmp_path: Path) -> None:
     """To the bit with one shard; later steps magnify what the order of a sum rounds."""
     for name, tensor in trained(tmp_path / "one", "lbfgs", 1, shards=1).items():
@@ -132,6 +135,7 @@ def test_lbfgs_is_torchs_on_the_whole_batch(tmp_path: Path) -> None:
     assert all(torch.equal(found[0][name], weights[name]) for weights in found for name in weights)
 
 
+@pytest.mark.full
 def test_a_loss_over_the_batch_adds_to_one_of_rows(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = loops.Gan()
@@ -149,6 +153,7 @@ def test_a_loss_over_the_batch_adds_to_one_of_rows(tmp_path: Path) -> None:
 PPO: dict[str, Any] = {"model": f"{LOOPS}:Policy", "dataset": f"{LOOPS}:Rows", "bitwise": True}
 
 
+@pytest.mark.full
 def test_rollouts_are_gathered_and_cut_into_the_same_shards_on_any_workers(tmp_path: Path) -> None:
     found = [trained(tmp_path / str(workers), "ppo", workers, **PPO) for workers in (1, 2, 3)]
     for weights in found[1:]:
@@ -686,6 +691,7 @@ def test_optimizers_in_another_order_than_the_checkpoints_are_refused(
         here(tmp_path, max_steps=3, **named)
 
 
+@pytest.mark.full(but=["one_ends_early"])
 @pytest.mark.parametrize("loop", MISMATCHES)
 def test_workers_that_make_other_calls_end_the_job_with_both(tmp_path: Path, loop: str) -> None:
     began = time.monotonic()
@@ -774,6 +780,7 @@ class AskedToStop(StepControl):
         raise Stopped
 
 
+@pytest.mark.full
 def test_a_planned_stop_of_one_worker_stops_all_after_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
     expected = trained(tmp_path / "whole", "gan", 2, bitwise=True)
     run_group(loop_job("gan", 2, bitwise=True), tmp_path / "stopped", AskedToStop())

@@ -52,6 +52,7 @@ def an_update(of: str, clip: float | None = None) -> dict[str, Any]:
     return {"do": "update", "of": of, "clip": clip}
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_gradients_that_a_loop_holds_stay_as_they_are_when_the_pass_runs_again(tmp_path: Path, workers: int) -> None:
     """As PCGrad does: the functions of both passes are made at one place, and so it is one pass."""

@@ -262,6 +262,7 @@ PLANS = {
 }
 
 
+@pytest.mark.full(but=["held gradients"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_look_at_the_passes_changes_none_of_the_runs_numbers(tmp_path: Path, plan: drawn_loops.Plan) -> None:
     """Gradients that the loop holds, and what a pass adds to, are there after it."""

@@ -168,18 +168,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
 }
 
 
-@pytest.mark.full(
-    but=[
-        "makes buffers-3",
-        "sparse-1",
-        "momentum-3",
-        "norm and dropout-1",
-        "recurrent-0",
-        "unused-3",
-        "checkpoint-1",
-        "in a list-0",
-    ]
-)
+@pytest.mark.full(but=["makes buffers-3", "sparse-1", "norm and dropout-1", "recurrent-0", "unused-3"])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_the_bare_modules_shard_by_shard(name: str, workers: int) -> None:
@@ -283,7 +272,7 @@ def check_program(draw: random.Random, workers: int, actions: list[str]) -> None
             assert_same_modules(*both)
 
 
-@pytest.mark.full(but=["2"])
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_module_frozen_or_changed_while_its_graph_waits_gets_its_gradients(workers: int) -> None:
     torch.manual_seed(0)
@@ -337,7 +326,7 @@ def test_a_generator_trains_through_a_frozen_judge() -> None:
     torch.testing.assert_close(trained(*(DataParallel(net, 2, quiet=True) for net in nets)), trained(*plain))
 
 
-@pytest.mark.full(but=["2"])
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_output_outlives_its_module_and_not_its_close(workers: int) -> None:
     bare, inputs = nn.Linear(2, 2), torch.ones(4, 2)
@@ -359,7 +348,7 @@ def test_an_output_outlives_its_module_and_not_its_close(workers: int) -> None:
         other(inputs)
 
 
-@pytest.mark.full(but=["2"])
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_two_modules_draw_the_same_numbers(workers: int) -> None:
     ones = torch.ones(60)
@@ -537,7 +526,7 @@ def test_only_the_shards_whose_graphs_are_lost_run_again(tmp_path: Path) -> None
         torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
 
 
-@pytest.mark.full(but=["killed0"])
+@pytest.mark.full
 @pytest.mark.parametrize("killed", [(1,), (0, 2), (0, 1, 2)])
 def test_newcomers_alone_are_sent_the_module(killed: tuple[int, ...]) -> None:
     module, inputs = nn.Linear(2, 3), torch.randn(9, 2)
@@ -626,6 +615,7 @@ def test_modules_of_two_sessions_run_on_the_workers_of_their_own() -> None:
     assert set(SharedWorkers.by_owner) == {kinds[1]}, "a session whose workers are others serves nobody"
 
 
+@pytest.mark.full
 def test_graphs_are_dropped_with_their_outputs_and_with_their_backward() -> None:
     model = DataParallel(nn.Sequential(nn.Linear(2, 100), nn.Tanh()), 2, quiet=True)
 
@@ -654,6 +644,7 @@ class MakesOwn(nn.Module):
         return torch.tanh(inputs * torch.ones(1, requires_grad=True))
 
 
+@pytest.mark.full
 def test_no_graph_stays_to_which_no_backward_comes() -> None:
     with DataParallel(MakesOwn(), 0, quiet=True) as model:
         for _ in range(3):
@@ -680,6 +671,7 @@ def test_here_nothing_of_the_process_changes() -> None:
     assert torch.equal(inputs, torch.ones(4, 3)), "a model writes its own copy"
 
 
+@pytest.mark.full
 def test_here_hooks_on_what_graphs_save_are_the_callers_alone() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     inputs = torch.randn(6, 4)
@@ -723,6 +715,7 @@ def test_here_takes_local_code_and_imports_no_ray() -> None:
     subprocess.run([sys.executable, "-c", LOCAL], cwd=ROOT, check=True)
 
 
+@pytest.mark.full
 def test_a_write_whose_earlier_value_is_lost_is_told_and_the_module_sent_anew() -> None:
     model = DataParallel(models.WritesLate(), 1, shards=2, quiet=True)
     plain, inputs = copy.deepcopy(model.module), torch.ones(4, 2)

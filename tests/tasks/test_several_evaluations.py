@@ -141,6 +141,7 @@ def test_each_measures_what_plain_torch_does_at_its_own_steps_on_any_number_of_w
     assert columns == {*OF_TEST, *OF_HARD}, "the second has the metrics that it names, and none of the others"
 
 
+@pytest.mark.full
 def test_each_has_the_bits_of_the_same_evaluation_by_itself(tmp_path: Path) -> None:
     run_group(made(workers=2), tmp_path / "both")
     for name, keys, names in (("test", TEST, OF_TEST), ("hard", HARD, OF_HARD)):
@@ -160,6 +161,7 @@ def spread(outputs: torch.Tensor, target: torch.Tensor) -> float:
     return outputs.std().item()
 
 
+@pytest.mark.full(but=["batch"])
 @pytest.mark.parametrize("over", ["shard", "batch"])
 def test_what_sees_the_whole_batch_is_measured_where_it_is_named(tmp_path: Path, over: str) -> None:
     """Also beside a loss that does. The hard set is one batch, so the oracle needs no mean of batches."""
@@ -228,6 +230,7 @@ def test_the_others_go_on_where_a_worker_is_killed_before_the_second_evaluation(
 FAST = {"target": "torch.optim:SGD", "args": {"lr": 3.0}}
 
 
+@pytest.mark.full(but=["test"])
 @pytest.mark.parametrize("name", ["hard", "test"])
 def test_the_named_evaluation_ends_the_training_and_both_measure_its_last_step(tmp_path: Path, name: str) -> None:
     """The oracle counts by hand in what plain torch measures."""

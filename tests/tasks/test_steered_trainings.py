@@ -121,7 +121,7 @@ def ending(folder: Path) -> tuple[Any, ...]:
     return bits, repr(history_of(folder)), repr((kept.about, kept.state))
 
 
-@pytest.mark.full(but=["mlp"])
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "conv"])
 def test_killed_at_each_border_it_ends_as_the_undisturbed_one(tmp_path: Path, model: str) -> None:
@@ -146,6 +146,7 @@ def told_end(messages: list[Any]) -> bool:
     return any(isinstance(message, StoppedEarly) for message in messages)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_with_more_patience_a_stopped_run_goes_on_to_the_bits_of_a_patient_one(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=1, **KEYS), tmp_path / "on")
@@ -158,6 +159,7 @@ def test_with_more_patience_a_stopped_run_goes_on_to_the_bits_of_a_patient_one(t
     assert len(history_of(tmp_path / "on")) == first.step + 3
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_average_is_the_same_bits_on_any_number_of_workers(tmp_path: Path) -> None:
     keys = {**KEYS, "max_steps": 12, "early_stopping": None}

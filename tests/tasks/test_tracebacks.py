@@ -262,6 +262,7 @@ def test_what_raised_is_named(tmp_path: Path, keys: dict[str, Any], error: type[
     assert "LookupError:" not in frames_of(raised.value), "the sentence says it"
 
 
+@pytest.mark.full(but=["keys0"])
 @pytest.mark.parametrize("keys", [{"dataset": f"{HERE}:FailingPairs"}, {"collate": f"{HERE}:fails"}])
 def test_what_a_loaders_process_raised_is_told_as_if_it_were_the_worker(tmp_path: Path, keys: dict[str, Any]) -> None:
     said = []

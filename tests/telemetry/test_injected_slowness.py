@@ -74,7 +74,7 @@ def short_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dp_ray.telemetry.times.JUDGED_FROM", 0.0)
 
 
-@pytest.mark.full(but=["0"])
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_slowness_is_named_five_times_of_five(tmp_path: Path, seed: int) -> None:

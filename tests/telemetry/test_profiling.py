@@ -85,6 +85,7 @@ def test_a_run_that_fails_traces_no_more(tmp_path: Path, task: str) -> None:
     assert not (tmp_path / task / "profile").exists()
 
 
+@pytest.mark.full
 def test_the_slowest_rank_is_traced(tmp_path: Path) -> None:
     run_group(Job.make(keys_of(workers=2, profile="4-5:slowest"), "job"), tmp_path, Slow(1, 0.02))
     (trace,) = (tmp_path / "profile").iterdir()
