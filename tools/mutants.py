@@ -245,7 +245,7 @@ MUTANTS = [
         "cluster/channel.py",
         "max(1, len(set(range(self._started)) - self._lost))",
         "self._started",
-        "tests/cluster/test_channel.py",
+        "tests/cluster/test_views.py",
     ),
     Mutant(
         "a parallel module's version: a worker that has an older one is not sent all",
