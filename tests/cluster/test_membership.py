@@ -63,7 +63,6 @@ def all_of_three(workers: int) -> Membership:
     return Membership(workers, least=workers)
 
 
-@pytest.mark.full
 def test_a_job_that_needs_all_its_workers_waits_for_the_newcomer() -> None:
     assert explored(Model(3, 3, all_of_three), {"kill": 1, "come": 1}) > 3_000
     assert explored(Model(3, 2, all_of_three), {"kill": 1, "drain": 1}) > 1_000

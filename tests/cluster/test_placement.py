@@ -309,7 +309,6 @@ def test_in_ray_job_is_told_by_rays_variable(monkeypatch: pytest.MonkeyPatch) ->
     assert in_ray_job()
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_a_job_is_for_the_cluster_that_runs_it(tmp_path: Path) -> None:
     """Ray tells a job the address of the cluster that was started last on the host: here 127.0.0.1:9, another one."""

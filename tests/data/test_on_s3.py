@@ -128,7 +128,6 @@ def test_an_object_that_is_replaced_within_a_second_has_another_version(server: 
     assert Tokens(url).pins == second
 
 
-@pytest.mark.full
 def test_keys_of_any_name_are_found_by_url(server: "Server", tmp_path: Path) -> None:
     """In a folder, by a glob and in a list, percent-encoded or not."""
     for number, name in enumerate(("a b.parquet", "ü+%.parquet", "_c.parquet")):
@@ -186,7 +185,6 @@ def test_a_resumed_run_refuses_files_that_changed(tmp_path: Path) -> None:
     assert dp_ray.run(**{**keys, "max_steps": 5, "name": "other"}).total_steps == 5
 
 
-@pytest.mark.full
 def test_a_run_that_has_kept_the_times_of_objects_goes_on(server: "Server", tmp_path: Path) -> None:
     """As those of earlier versions have, which read no ETag; another size is another file."""
     (tmp_path / "tables").mkdir()

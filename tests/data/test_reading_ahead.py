@@ -131,7 +131,6 @@ def test_loader_processes_read_ahead_too(table: str, tmp_path: Path, shuffle: An
     assert read[READER] >= GROUPS
 
 
-@pytest.mark.full
 def test_a_read_that_fails_in_the_background_is_told_at_the_sample_that_needs_it(table: str) -> None:
     told, seen = [], []
     for cache_bytes in (1 << 20, 0):

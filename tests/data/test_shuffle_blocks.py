@@ -78,7 +78,6 @@ def test_a_training_takes_the_samples_in_the_order_of_blocks(tmp_path: Path, wor
     assert_close(tmp_path, model, losses)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_any_workers_and_loaders_train_the_same_bits_and_read_each_block_once(tmp_path: Path) -> None:
     found = []

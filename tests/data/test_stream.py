@@ -80,7 +80,6 @@ class Dealt(InMemory):
         return tuple(column[[0, 16, 31][shard] + 3 * step + within] for column in self.tensors)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_dealt_files_train_and_predict_on_any_workers(tmp_path: Path) -> None:
     args = {"iterable": f"{HERE}:of_file", "files": [*"0123"], "rows": FILES, "batch_size": 9, "shards": 3}
@@ -113,7 +112,6 @@ class Mortal(Stream):
         return super().__getitems__(indices)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_after_a_kill_it_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", {**MEMORY, **IN_ORDER}, workers=1)

@@ -170,7 +170,6 @@ def test_what_cannot_be_is_told(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.full
 def test_a_training_of_classes_is_followed_as_that_of_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,6 @@ def test_uploads_are_removed_from_one_folder_or_all_below_it(server: Server) -> 
     assert (server.uploads("cut"), server.uploads("cut-other")) == ([], ["x"])
 
 
-@pytest.mark.full
 def test_an_upload_that_the_store_cuts_is_an_error_and_no_file(server: Server) -> None:
     """The server refuses the fifth part."""
     with pytest.raises(StorageError, match="cannot write x"):

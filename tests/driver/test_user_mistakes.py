@@ -53,7 +53,6 @@ class Timed(nn.Linear):
         torch.backends.cudnn.benchmark = True
 
 
-@pytest.mark.full
 def test_kernels_that_are_chosen_by_their_time_have_no_place_in_a_bitwise_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,6 @@ def test_sharded_workers_without_rows_run_a_copy_of_such_a_batch(tmp_path: Path,
     assert len(history_of(tmp_path / "few")) == 2
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_bad_and_skipped_samples_are_left_out_and_a_killed_training_goes_on(tmp_path: Path) -> None:
     more = {"skip": [3], "on_error": {"quarantine": 9, "finite": True}, "dataset": f"{HERE}:Broken"}
@@ -274,7 +273,6 @@ def test_an_evaluation_measures_lists_and_needs_no_loss(tmp_path: Path) -> None:
         dp_ray.run(**keys("lists", workers=0, **watched), storage=str(tmp_path), name="watched", quiet=True)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_a_replay_says_that_the_losses_of_rows_are_not_known(tmp_path: Path) -> None:
     for form in (*FORMS, "dense"):

@@ -152,7 +152,6 @@ def test_the_size_of_a_bucket_is_a_key_and_changes_no_bit(tmp_path: Path, size: 
     assert all(torch.equal(three[name], one[name]) for name in one)
 
 
-@pytest.mark.full
 def test_half_precision_has_the_same_bits_on_one_two_and_three_workers(tmp_path: Path) -> None:
     for workers in (1, 2, 3):
         keys = {"loss": "tests.support.training:heavy", "bitwise": True, "shards": 4, "workers": workers}

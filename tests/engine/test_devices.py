@@ -122,7 +122,6 @@ def test_a_training_on_two_devices_is_that_of_one_device_in_a_plain_loop(
     assert_close(tmp_path, model, losses)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_the_same_bits_on_one_two_and_four_workers(tmp_path: Path) -> None:
     found = set()
@@ -136,7 +135,6 @@ def test_the_same_bits_on_one_two_and_four_workers(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_device_map_auto_trains_as_the_same_model_on_one_device(tmp_path: Path) -> None:
     for device_map in (None, "auto"):

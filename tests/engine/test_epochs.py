@@ -112,7 +112,6 @@ def test_in_the_drivers_own_process_with_evaluations_of_the_same_object(tmp_path
     assert dataset.told == [0, 1, 0, 1, 0, 2, 0, 2, 0]
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_a_training_that_dies_in_the_midst_of_an_epoch_goes_on_in_it_and_a_step_is_replayed_in_its_own(
     tmp_path: Path,

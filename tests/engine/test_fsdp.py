@@ -157,7 +157,6 @@ def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_that_reads_its_weights_is_built_whole_and_told(tmp_path: Path) -> None:
     told = notes(run_group(job_of("ReadsItsWeights", workers=2, flops=True, **SHARDED), tmp_path))

@@ -145,7 +145,6 @@ class Gated(nn.Module):
         return outputs
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_half_precision_is_the_same_bits_where_blocks_share_a_weight(tmp_path: Path) -> None:
     """As in one process, the gradients of both are added in the dtype of the weight's cast."""

@@ -91,7 +91,6 @@ def test_parts_of_a_model_are_switched_too(tmp_path: Path) -> None:
     assert_near(load_file(tmp_path / "best.safetensors"), means[best])
 
 
-@pytest.mark.full
 def test_the_bits_depend_neither_on_workers_nor_on_evaluations_nor_on_a_kill(tmp_path: Path) -> None:
     """To switch the weights there and back rounds: a training with evaluations would end elsewhere."""
     unevaluated: dict[str, Any] = {"workers": 1, "eval": None, "checkpoint": {}}

@@ -337,7 +337,6 @@ def test_a_loss_in_fp16_whose_sum_fp16_cannot_hold_has_torchs_mean(tmp_path: Pat
     assert all(weight.isfinite().all() for weight in weights_of(tmp_path).values())
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_a_torchscript_module_trains_as_the_module_that_it_was_made_of(tmp_path: Path) -> None:
     keys = {

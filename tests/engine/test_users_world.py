@@ -178,7 +178,6 @@ def test_a_worker_that_plans_names_its_next_group_as_the_others_do() -> None:
         assert new_group().group_name == f"dp_ray-{number + 1}"
 
 
-@pytest.mark.full
 def test_each_collective_names_its_group() -> None:
     """torch's default group is of one process: what names no group would sum over nobody, or be rank 0 everywhere."""
     makes = {"init_process_group", "destroy_process_group", "is_initialized", "is_available", "is_nccl_available"}

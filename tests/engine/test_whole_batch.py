@@ -199,7 +199,6 @@ class Counting(Twins):
         return {**super().forward(left, right), "idle": self.idle(left)}
 
 
-@pytest.mark.full(but=["3"])
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3, 6])
 def test_what_a_forward_writes_counts_once(tmp_path: Path, workers: int) -> None:
@@ -285,7 +284,6 @@ def test_a_step_and_evaluations(tmp_path: Path, workers: int) -> None:
     assert told == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_replay_gives_the_loss_and_each_rows_gradient(tmp_path: Path) -> None:
     job = job_of(workers=2, bitwise=True, storage=str(tmp_path))

@@ -119,7 +119,6 @@ def test_a_terminal_shows_what_goes_on_though_nobody_tells_of_news(monkeypatch: 
     assert "building the dataset and the model" in shown
 
 
-@pytest.mark.full
 def test_a_terminal_shows_the_newest_of_many_epochs_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as looked_at:
         console = Console("job")

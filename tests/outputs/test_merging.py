@@ -824,7 +824,6 @@ def test_somebody_can_always_go_on(steps: int, size: int, data: st.DataObject) -
     assert model.ran == [steps] * size
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_the_wait_for_the_merging_is_time_of_the_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the time split of a whole prediction, whose merging takes most of its time."""

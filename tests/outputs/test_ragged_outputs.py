@@ -220,7 +220,6 @@ def test_a_detectors_boxes_are_lists_in_the_files_of_any_number_of_workers(tmp_p
     assert loaded["train"]["boxes"][:] == first["boxes"].to_pylist()
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_a_killed_prediction_of_boxes_ends_with_the_same_files(tmp_path: Path) -> None:
     job = Job.make(keys(workers=2), "job")

@@ -148,7 +148,6 @@ def test_padding_is_that_of_batches_of_lists(lengths: list[int], batch: int) -> 
     assert padding(np.array(lengths), batch) == pytest.approx(1 - sum(lengths) / places)
 
 
-@pytest.mark.full
 def test_memory_does_not_grow_with_the_rows_beyond_their_lengths() -> None:
     import tracemalloc
 

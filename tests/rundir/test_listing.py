@@ -230,7 +230,6 @@ def test_control_characters_are_shown_as_escapes() -> None:
     assert printable("a\x1b[2J\n\u202eb é") == r"a\x1b[2J\n\u202eb é"
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_runs_in_an_object_store_are_listed(server: Any) -> None:
     base = Storage(server.url("list"))

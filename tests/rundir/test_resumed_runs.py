@@ -116,7 +116,6 @@ def ends_in_step_33(view: TrainingView) -> None:
         raise RuntimeError("the machine is needed elsewhere")
 
 
-@pytest.mark.full
 def test_what_is_asked_of_a_longer_run_that_stopped_is_of_it_and_not_of_the_shorter_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

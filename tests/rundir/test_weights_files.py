@@ -71,7 +71,6 @@ def test_a_damaged_file_and_a_wrong_index_are_told(tmp_path: Path, monkeypatch: 
         read_weights(run)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_sharded_trainings_write_them_and_begin_from_them(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"epochs": 1, "max_steps": 1}

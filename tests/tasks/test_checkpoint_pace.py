@@ -99,7 +99,6 @@ def kept(folder: Path) -> set[int]:
     return {int(path.stem[5:]) for path in (folder / "checkpoints").iterdir()}
 
 
-@pytest.mark.full
 def test_each_epochs_end_is_kept_by_default(tmp_path: Path) -> None:
     run_group(default_job(), tmp_path)
     assert {15, 30, 45} <= kept(tmp_path)

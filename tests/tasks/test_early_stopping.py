@@ -145,7 +145,6 @@ def test_the_commands_exit_status_is_0_and_then_that_of_a_finished_run(
     assert dp_ray.load(tmp_path / "early").stopped_early is not None
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("in_project")
 def test_a_later_command_trains_on_only_with_more_patience(tmp_path: Path) -> None:
     first = ended_early(tmp_path)

@@ -84,7 +84,6 @@ def meddle(view: TrainingView) -> None:
     torch.rand(3)
 
 
-@pytest.mark.full
 def test_a_hook_cannot_change_the_training(tmp_path: Path) -> None:
     keys = {"workers": 2, "epochs": 1, "ema": {"decay": 0.5}, "eval": EVAL, "bitwise": True}
     run_group(job_of(DROPOUT, **keys), tmp_path / "alone")

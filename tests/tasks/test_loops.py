@@ -88,7 +88,6 @@ def test_the_declared_training_as_a_loop_has_its_bits_and_its_history(tmp_path: 
         assert history == own_history and len(history) == 6
 
 
-@pytest.mark.full
 def test_a_hook_on_a_gradient_gets_that_of_the_whole_batch_in_each_pass(tmp_path: Path) -> None:
     expected, _ = loops.by_hand(loops.gan_by_hand, kind=loops.HookedGan)
     plain, _ = loops.by_hand(loops.gan_by_hand)
@@ -99,7 +98,6 @@ def test_a_hook_on_a_gradient_gets_that_of_the_whole_batch_in_each_pass(tmp_path
         assert any((tensor - plain[name]).abs().max() > 0.01 for name, tensor in found.items())
 
 
-@pytest.mark.full
 def test_a_gradient_penalty_and_a_generator_of_each_second_step(tmp_path: Path) -> None:
     expected, _ = loops.by_hand(loops.wgan_by_hand)
     for workers in (1, 2, 3):
@@ -715,7 +713,6 @@ def test_the_beats_know_the_last_call_of_a_loop(tmp_path: Path) -> None:
     assert last_call() == (0, "")
 
 
-@pytest.mark.full(but=["False-forgets-False"])
 @pytest.mark.parametrize(("loop", "is_same"), [("remembers", True), ("forgets", False)])
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_verify_resumed_finds_what_a_loop_forgets(tmp_path: Path, loop: str, is_same: bool, bitwise: bool) -> None:
@@ -780,7 +777,6 @@ class AskedToStop(StepControl):
         raise Stopped
 
 
-@pytest.mark.full
 def test_a_planned_stop_of_one_worker_stops_all_after_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
     expected = trained(tmp_path / "whole", "gan", 2, bitwise=True)
     run_group(loop_job("gan", 2, bitwise=True), tmp_path / "stopped", AskedToStop())

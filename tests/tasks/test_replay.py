@@ -68,7 +68,6 @@ def test_each_step_of_a_bitwise_run_has_its_bits_after_a_kill_and_a_resize(tmp_p
     assert not any(one.weights or one.batch or one.output or one.gradient for one in found)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_a_scheduler_that_watches_evaluations_goes_the_same_way_again(tmp_path: Path) -> None:
     keys = {**STEPS_OF_22, "scheduler": PLATEAU, "eval": EVAL, "checkpoint": {"every_steps": 100}}
@@ -81,7 +80,6 @@ def test_a_scheduler_that_watches_evaluations_goes_the_same_way_again(tmp_path: 
         replayed(run, 5)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_each_step_of_another_run_is_within_rounding(tmp_path: Path) -> None:
     keys = {**STEPS_OF_22, "bitwise": False, "checkpoint": {"every_steps": 2, "keep": 100}}

@@ -644,7 +644,6 @@ class MakesOwn(nn.Module):
         return torch.tanh(inputs * torch.ones(1, requires_grad=True))
 
 
-@pytest.mark.full
 def test_no_graph_stays_to_which_no_backward_comes() -> None:
     with DataParallel(MakesOwn(), 0, quiet=True) as model:
         for _ in range(3):
@@ -671,7 +670,6 @@ def test_here_nothing_of_the_process_changes() -> None:
     assert torch.equal(inputs, torch.ones(4, 3)), "a model writes its own copy"
 
 
-@pytest.mark.full
 def test_here_hooks_on_what_graphs_save_are_the_callers_alone() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     inputs = torch.randn(6, 4)

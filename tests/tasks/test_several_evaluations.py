@@ -141,7 +141,6 @@ def test_each_measures_what_plain_torch_does_at_its_own_steps_on_any_number_of_w
     assert columns == {*OF_TEST, *OF_HARD}, "the second has the metrics that it names, and none of the others"
 
 
-@pytest.mark.full
 def test_each_has_the_bits_of_the_same_evaluation_by_itself(tmp_path: Path) -> None:
     run_group(made(workers=2), tmp_path / "both")
     for name, keys, names in (("test", TEST, OF_TEST), ("hard", HARD, OF_HARD)):

@@ -146,7 +146,6 @@ def told_end(messages: list[Any]) -> bool:
     return any(isinstance(message, StoppedEarly) for message in messages)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_with_more_patience_a_stopped_run_goes_on_to_the_bits_of_a_patient_one(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=1, **KEYS), tmp_path / "on")
@@ -159,7 +158,6 @@ def test_with_more_patience_a_stopped_run_goes_on_to_the_bits_of_a_patient_one(t
     assert len(history_of(tmp_path / "on")) == first.step + 3
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_the_average_is_the_same_bits_on_any_number_of_workers(tmp_path: Path) -> None:
     keys = {**KEYS, "max_steps": 12, "early_stopping": None}

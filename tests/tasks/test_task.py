@@ -212,7 +212,6 @@ class Hangs(models.Rows):
         return super().__getitem__(index)
 
 
-@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
 def test_processes_in_the_midst_of_a_read_are_ended_within_a_second_or_two(
