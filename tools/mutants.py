@@ -363,7 +363,7 @@ class Copy:
             text = said.read()
         if status in (0, 5):  # 5: none of these has the marks
             return "", text
-        names = re.findall(r"^(?:FAILED|ERROR) (\S+::[^\s\[]+)", text, re.M)
+        names = re.findall(r"^(?:FAILED|ERROR) (\S+::\w+)", text, re.M)
         return names[0] if names else f"no test by name (status {status})", text
 
 
