@@ -417,11 +417,21 @@ def caught(copy: Copy, mutant: Mutant) -> tuple[str, str]:
     return "", ""
 
 
+def every() -> list[Mutant]:
+    """Return all forty."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / "dp_ray" / package).rglob("*.py"))]
+    return [*MUTANTS, *islice(drawn(SEED, files), DRAWN)]
+
+
+def row(mutant: Mutant) -> str:
+    """Return a mutant's line in docs/contributing/tests.md."""
+    what = mutant.what.replace("drawn: ", f"`{mutant.file}`, drawn: ")
+    return f"| {what} | `{mutant.shows.removeprefix('tests/')}` |"
+
+
 def main(words: list[str]) -> int:
     """Print for each mutant the first test that fails; return whether `make test` or `make full` misses too many."""
-    files = [path for package in PACKAGES for path in sorted((ROOT / "dp_ray" / package).rglob("*.py"))]
-    wanted = [*MUTANTS, *islice(drawn(SEED, files), DRAWN)]
-    wanted = [each for each in wanted if not words or any(word in f"{each.what} {each.file}" for word in words)]
+    wanted = [each for each in every() if not words or any(word in f"{each.what} {each.file}" for word in words)]
     (ROOT / "build").mkdir(exist_ok=True)
     in_full, missed = 0, 0
     with tempfile.TemporaryDirectory(prefix="dp-ray-mutants-") as made:
