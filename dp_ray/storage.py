@@ -36,6 +36,16 @@ TEMPORARY = ".tmp-"
 PIECE = 1 << 24
 ATOMIC = {"s3", "gcs"}  # pyarrow's names of the stores where a file appears only when its stream is closed
 COPY_BYTES = 1 << 24
+# What a bucket's name may be. New ones of S3 have 3 to 63 small letters, digits, '.' and '-'; old ones have more.
+_GCS = re.compile(r"[a-z0-9](?!.*\.\.)[a-z0-9._-]{1,220}[a-z0-9]"), "3 to 222 small letters, digits, '-', '_' and '.'"
+BUCKETS = {
+    "s3": (
+        re.compile(r"[A-Za-z0-9](?!.*\.\.)[A-Za-z0-9._-]{1,253}[A-Za-z0-9_]"),
+        "3 to 63 letters, digits, '-' and '.', without a port: that belongs into endpoint_override",
+    ),
+    "gs": _GCS,
+    "gcs": _GCS,
+}
 
 
 class Storage:
@@ -45,6 +55,7 @@ class Storage:
     """
 
     def __init__(self, location: str) -> None:
+        _check_bucket(location)
         try:
             url = location if "://" in location else _absolute(location).as_posix()
             self.fs, self.path = pafs.FileSystem.from_uri(url)
@@ -333,6 +344,15 @@ def _bare(url: str) -> str:
     scheme = {"gcs": "gs"}.get(scheme, scheme)
     host, slash, path = rest.partition("/")
     return f"{scheme}://{posixpath.normpath(host.rpartition('@')[2] + slash + path)}"
+
+
+def _check_bucket(location: str) -> None:
+    """Raise StorageError if a URL's bucket has a name that its store refuses; it would be looked for in vain."""
+    scheme, mark, rest = location.partition("://")
+    if mark and (rule := BUCKETS.get(scheme)) is not None:
+        bucket = re.split("[/?]", rest, maxsplit=1)[0].rpartition("@")[2]
+        if not rule[0].fullmatch(bucket):
+            raise StorageError(f"storage {location!r}: {bucket!r} is no name of a bucket, which has {rule[1]}")
 
 
 def _nothing() -> None:

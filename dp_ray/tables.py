@@ -27,7 +27,7 @@ def numbers(column: pa.Array | pa.ChunkedArray) -> Numbers:
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if isinstance(array, pa.DictionaryArray):
         array = array.indices
-    return np.from_dlpack(array) if len(array) else np.empty(0)
+    return np.from_dlpack(array) if len(array) else np.empty(0, array.type.to_pandas_dtype())
 
 
 def plain_values(array: pa.Array) -> Numbers:

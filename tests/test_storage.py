@@ -305,3 +305,20 @@ def test_a_damaged_object_is_damaged_however_often_it_is_read(server: "Server") 
     folder.write_text("lease.json", "{")
     with pytest.raises(Damaged, match=r"damaged.*/lease.json: is damaged"):
         LEASE.read(folder)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3:///runs",
+        "s3://ab/runs",
+        "s3://bucket:9000/runs",
+        "s3://-bucket/x",
+        "s3://a..b/x",
+        "gs://Upper/x",
+        "gcs://a/x",
+    ],
+)
+def test_a_bucket_whose_name_its_store_refuses_is_told_at_once(url: str) -> None:
+    with pytest.raises(StorageError, match=r"storage .* is no name of a bucket, which has 3 to"):
+        Storage(url)

@@ -61,6 +61,7 @@ def kuberay(job_file: str, out: TextIO, **flags: Any) -> None:
 
     keys = take(KeyOptions, flags)
     _check_quantities(flags)
+    _check_names(flags)
     storage, code, claim = _storage(job_file, keys, flags["claim"]), flags["code_in"], flags["claim"]
     job = load_job(job_file, {**keys.overrides(), "storage": storage})
     path = Path(job_file)
@@ -155,10 +156,24 @@ def _check_quantities(flags: dict[str, Any]) -> None:
             raise JobError(f"{option}: must be a quantity of Kubernetes, as 4, 500m or 16Gi")
 
 
+def _check_names(flags: dict[str, Any]) -> None:
+    from dp_ray.places.kuberay import IMAGE, LABEL, OBJECT, check_name
+
+    rules = {"image": IMAGE, "namespace": LABEL, "queue": LABEL, "claim": OBJECT, "service_account": OBJECT}
+    given = [(f"--{key.replace('_', '-')}", flags[key], rule) for key, rule in rules.items() if flags[key]]
+    for option, name, rule in (*given, *(("--env-from", secret, OBJECT) for secret in flags["secrets"])):
+        check_name(option, name, rule)
+
+
 def _selectors(texts: tuple[str, ...]) -> dict[str, str]:
+    from dp_ray.places.kuberay import KEY, VALUE, check_name
+
     pairs = [text.partition("=") for text in texts]
     if bad := next((text for text, pair in zip(texts, pairs, strict=True) if not pair[0] or not pair[1]), None):
         raise JobError(f"--selector {bad}: must be KEY=VALUE, a label of nodes")
+    for key, _, value in pairs:
+        check_name("--selector", key, KEY)
+        check_name(f"--selector {key}, value", value, VALUE)
     return {key: value for key, _, value in pairs}
 
 

@@ -1,6 +1,7 @@
 """The commands that bring a job to the hosts that a launcher gives: node, slurm."""
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from dp_ray.cli import options
 from dp_ray.cli.options import KeyOptions, say, take
 from dp_ray.errors import Error, JobError
 from dp_ray.job.files import load_job
-from dp_ray.job.job import Job
+from dp_ray.job.job import LONGEST_NAME, Job
 from dp_ray.text import hide, listed
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def slurm(
     if dry_run:
         click.echo(hide(script.text()), nl=False)
         return
-    submitted = submit_to_slurm(script.text(), Path(FOLDER, f"{script.name}.sbatch"))
+    file = re.sub(r"[^\w.-]", "-", script.name)[:LONGEST_NAME]  # a name of Slurm may be any text
+    submitted = submit_to_slurm(script.text(), Path(FOLDER, f"{file}.sbatch"))
     say(f"submitted as {PREFIX}{submitted}; dp-ray logs -f {PREFIX}{submitted} follows it, dp-ray stop stops it")
     click.echo(hide(f"{PREFIX}{submitted}"))
 

@@ -52,6 +52,9 @@ class RunSource(Protocol):
     def content(self) -> Content:
         """The files."""
 
+    def lies_in(self, run: str, run_dir: Storage) -> bool:
+        """Return whether a run's directory is this one of this machine, or lies in it, as its path tells."""
+
     def pieces(self, path: str) -> AbstractContextManager[Iterator[bytes]]:
         """Within the block, read a file in pieces."""
 
@@ -96,7 +99,7 @@ def fetch_run(request: FetchRequest, folder: Path, say: Say) -> list[Path]:
     with _source(name, place, request.kinds, dashboard, say) as source:
         check_names(source.content, name)
         runs = dict.fromkeys(path.partition("/")[0] for path in source.content.files)
-        arrivals = [_arrival(folder / run, run, source.content, request.overwrite) for run in runs]
+        arrivals = [_arrival(folder / run, run, source, request.overwrite) for run in runs]
         stage = folder / f"{STAGE}{name}"
         try:
             _gather(source, {path: entry for each in arrivals for path, entry in each.files.items()}, stage, say)
@@ -105,7 +108,12 @@ def fetch_run(request: FetchRequest, folder: Path, say: Say) -> list[Path]:
     for each in arrivals:
         new = {path.partition("/")[2]: entry for path, entry in each.files.items()}
         lacks = [kind for kind in each.lacks if kind not in request.kinds] if request.kinds else []
-        _settle(stage, folder, each, Fetched(hide(place), request.address, {**each.keeps, **new}, lacks))
+        try:
+            _settle(stage, folder, each, Fetched(hide(place), request.address, {**each.keeps, **new}, lacks))
+        except OSError as error:
+            raise StorageError(
+                f"{error}: all files came, and lie in {stage}; make room for them, and the same command goes on"
+            ) from error
     shutil.rmtree(stage)
     return [folder / run for run in runs]
 
@@ -161,6 +169,10 @@ class FromHere:
         self.base = Storage(place)
         self.content = content_of(self.base, name, kinds)
 
+    def lies_in(self, run: str, run_dir: Storage) -> bool:
+        """Return whether a run's directory is this one, or lies in it; by links too."""
+        return run_dir.holds(self.base.child(run).location)
+
     @contextmanager
     def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
         """Within the block, read a file in pieces."""
@@ -177,6 +189,10 @@ class ThroughCluster:
     offer: str
     content: Content
     numbers: dict[str, int]
+
+    def lies_in(self, run: str, run_dir: Storage) -> bool:
+        """Return False: the same path may be another folder there."""
+        return False
 
     @contextmanager
     def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
@@ -222,15 +238,19 @@ def _offered(dashboard: Dashboard, offer: str, name: str) -> tuple[str, Content]
     raise ClusterError(f"the dashboard at {dashboard.address} sends nothing of the list of the files of {name}")
 
 
-def _arrival(run_dir: Path, run: str, content: Content, overwrite: bool) -> Arrival:
+def _arrival(run_dir: Path, run: str, source: RunSource, overwrite: bool) -> Arrival:
     """Return what is to come into a run directory here.
 
-    Raises JobError if that holds something else, or the run in an earlier state, unless it is to `overwrite` a run.
+    Raises JobError if that cannot be made, is where the run lies itself, or holds something else, or the run in an
+    earlier state, unless it is to `overwrite` a run.
     """
-    files = {path: entry for path, entry in content.files.items() if path.startswith(f"{run}/")}
+    files = {path: entry for path, entry in source.content.files.items() if path.startswith(f"{run}/")}
+    _check_place(run_dir)
     if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
         return Arrival(run, files)
     here = Storage(str(run_dir))
+    if source.lies_in(run, here) or _holds_original(run_dir, run, files):
+        raise JobError(f"{run_dir} is where the run lies; fetch into another folder")
     earlier = FETCHED_JSON.read(here) if run_dir.is_dir() else None
     known = {} if earlier is None else earlier.files
     changed = [
@@ -248,6 +268,27 @@ def _arrival(run_dir: Path, run: str, content: Content, overwrite: bool) -> Arri
     says = f"{run_dir} holds an earlier state of the run: {changed[0]} has changed since" if changed else ""
     says = says or f"{run_dir} is there already, and was not fetched"
     raise JobError(f"{says}; fetch into another folder, or replace a run by --overwrite")
+
+
+def _check_place(run_dir: Path) -> None:
+    """Raise JobError if a run directory cannot come into being there."""
+    if run_dir.is_symlink() and not (run_dir.is_dir() and any(run_dir.iterdir())):
+        raise JobError(f"{run_dir} is a link to {run_dir.readlink()}; name the folder that is to hold the run as DIR")
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(
+            f"{run_dir.parent} is no folder, and cannot be made one: {error}; fetch into another folder"
+        ) from error
+
+
+def _holds_original(run_dir: Path, run: str, files: Mapping[str, Entry]) -> bool:
+    """Return whether the file that each run begins with was written here: its time tells, whatever the paths are."""
+    for name in (RUN, SWEEP):
+        if (entry := files.get(f"{run}/{name}")) is not None and (run_dir / name).is_file():
+            status = (run_dir / name).stat()
+            return (status.st_size, status.st_mtime_ns) == (entry.size, entry.modified)
+    return False
 
 
 def _gather(source: RunSource, files: Mapping[str, Entry], stage: Path, say: Say) -> None:
@@ -332,6 +373,13 @@ def _settle(stage: Path, folder: Path, arrival: Arrival, fetched: Fetched) -> No
         FETCHED_JSON.write(Storage(str(run_dir)), fetched)
         return
     FETCHED_JSON.write(Storage(str(came)), fetched)
+    old = stage / f"{TEMPORARY}{arrival.run}"
+    shutil.rmtree(old, ignore_errors=True)  # empty folders: whatever was killed between the two renames
     if arrival.replaces:
-        os.rename(run_dir, stage / f"{TEMPORARY}{arrival.run}")
-    os.rename(came, run_dir)  # also over an empty folder
+        os.rename(run_dir, old)
+    try:
+        os.rename(came, run_dir)  # also over an empty folder
+    except OSError:
+        if arrival.replaces:
+            os.rename(old, run_dir)
+        raise

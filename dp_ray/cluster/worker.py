@@ -41,14 +41,18 @@ from dp_ray.tasks.task import run_task, settings_of
 from dp_ray.tasks.views import hold_in_memory
 
 
-@dataclass(frozen=True)
+@dataclass
 class Assignment:
-    """A job as the driver hands it to each of its workers; `backend` is that of the process group."""
+    """A job as the driver hands it to each of its workers; `backend` is that of the process group.
 
-    job: Job
+    `step_seconds` are those of its `timeouts`. The job is None once a view has used its objects up.
+    """
+
+    job: Job | None
     run_dir: str = field(repr=False)  # a URL may hold a secret
     token: str
     backend: str
+    step_seconds: float | None
     faults: tuple[Fault, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
 
@@ -89,7 +93,7 @@ def run_in_views(
     worker = replace(worker, name=uuid.uuid4().hex)
     held, has_lost_peer = Held(), False
     with reported_errors(worker, attempt, here, lambda: False):
-        assigned: Assignment = ray.get(packed).load()
+        assigned, here = unpacked(packed, here)
         if ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
             hold_in_advance(assigned, here, held)
     while (given := next_view(worker, here, held.finished, has_lost_peer)) is not None:
@@ -97,20 +101,29 @@ def run_in_views(
         prints.move(world)
         of_view = f"{attempt}-{view.number}"
         in_view = replace(worker, view=view.number)
-        ended = run_packed(in_view, assigned, of_view, world, Membered(held, on_node))
+        ended = run_packed(in_view, packed, of_view, world, Membered(held, on_node, assigned))
         has_lost_peer = ended is Next.AFTER_LOSS
+        if held.lets_go():
+            assigned.job = None  # before the view is left: a sharded model holds its groups
         leave_view(has_lost_peer)
         if isinstance(ended, bool):
             return of_view, world.rank, ended
     return None
 
 
+def unpacked(packed: Any, here: World) -> tuple[Assignment, World]:
+    """Return a job with objects of its own, and this worker's world with its devices."""
+    assigned: Assignment = ray.get(packed).load()
+    assert assigned.job is not None
+    return assigned, with_devices(here, assigned.job, assigned.job.num_devices)
+
+
 def hold_in_advance(assigned: Assignment, here: World, held: Held) -> None:
     """Build what a newcomer will need, while the others train without it."""
+    assert assigned.job is not None
     job = assigned.job.for_task()
-    world = with_devices(here, job, job.num_devices)
-    with settings_of(job, world):
-        hold_in_memory(Context(job, world, Storage(assigned.run_dir), lambda _: None, held=held))
+    with settings_of(job, here):
+        hold_in_memory(Context(job, here, Storage(assigned.run_dir), lambda _: None, held=held))
 
 
 class Next(Enum):
@@ -121,10 +134,11 @@ class Next(Enum):
 
 
 class Membered(NamedTuple):
-    """What a worker's process holds of its job, and how many workers of its view are on its node."""
+    """What a worker's process holds of its job, how many workers of its view are on its node, and the job."""
 
     held: Held
     local_world_size: int
+    assigned: Assignment
 
 
 def run_packed(
@@ -132,18 +146,16 @@ def run_packed(
 ) -> bool | Next:
     """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects.
 
-    In a view, `packed` is the Assignment itself, and the job may go on in another one.
+    With a view, the job may go on in another one.
     """
     with reported_errors(worker, attempt, here, lambda: False):
-        assigned: Assignment = packed if isinstance(packed, Assignment) else ray.get(packed).load()
-        world = with_devices(here, assigned.job, assigned.job.num_devices)
+        assigned, world = unpacked(packed, here) if view is None else (view.assigned, here)
         run = Storage(assigned.run_dir)
-    limit, faults = assigned.job.timeouts.step, assigned.faults
-    heartbeat = Heartbeat(worker, attempt, world, run, limit, faults)
+    heartbeat = Heartbeat(worker, attempt, world, run, assigned.step_seconds, assigned.faults)
     beats: AbstractContextManager[Any] = nullcontext() if view is None else heartbeat  # also while a view forms
     with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed), beats:
         try:
-            run_assigned(worker, assigned, run, world, heartbeat, view)
+            run_assigned(worker, packed, assigned, run, world, heartbeat, view)
         except WorkerError as lost:
             if view is None:
                 raise
@@ -169,6 +181,7 @@ def run_packed(
 
 def run_assigned(
     worker: WorkerConfig,
+    packed: Any,
     assigned: Assignment,
     run: Storage,
     world: World,
@@ -179,7 +192,7 @@ def run_assigned(
 
     Raises StopRequested if it stopped as it was asked.
     """
-    job, channel, attempt = assigned.job, worker.channel, heartbeat.attempt
+    channel, attempt = worker.channel, heartbeat.attempt
     # Ray Train numbers the workers node by node; the job may take only the first of those on this node.
     first = world.rank - world.local_rank
     on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
@@ -188,7 +201,7 @@ def run_assigned(
         on_node = view.local_world_size
     flight = run.child(FLIGHT_RECORDER)
     recorder = recorder_variables(assigned.backend, flight, attempt)
-    step_seconds = job.timeouts.step
+    step_seconds = assigned.step_seconds
     with (
         environment(recorder),
         process_group(channel, attempt, world, assigned.backend, step_seconds, on_node, number),
@@ -202,8 +215,10 @@ def run_assigned(
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
         send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
         with heartbeat if view is None else nullcontext():
+            if assigned.job is None:
+                assigned.job = unpacked(packed, world)[0].job
             run_task(
-                job,
+                assigned.job,
                 world,
                 run,
                 # The loop waits for no row of the history: messages of a worker arrive in order.

@@ -237,6 +237,7 @@ class StartedWorkers:
             claimed.storage.location,
             claimed.token,
             backend_of(job, self.each.get("GPU", 0)),
+            job.timeouts.step,
             faults,
             rows,
         )

@@ -35,7 +35,7 @@ ATTEMPTS = 5
 WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
 FILES_AT_ONCE = 32
 STRETCH_BYTES = 4 << 20
-VERSION = 2  # of the index's form, and of how it is found
+VERSION = 3  # of the index's form, and of how it is found
 # Errors of a local or mounted disk after which another attempt may succeed.
 PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
@@ -97,7 +97,7 @@ def find_files(paths: Paths | File, suffixes: Sequence[str]) -> list[File]:
 
 def in_threads(look: Callable[[S], T], files: Sequence[S]) -> list[T]:
     """Return `look(file)` for each file, several at a time, since each waits for its storage."""
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files))) as pool:
+    with ThreadPoolExecutor(min(FILES_AT_ONCE, max(1, len(files)))) as pool:
         return list(pool.map(look, files))
 
 

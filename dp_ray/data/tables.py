@@ -5,12 +5,14 @@ The rows of a block are given one by one as items, or many at once as columns.
 
 import copy
 import functools
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +31,7 @@ ColumnValues = np.ndarray[Any, Any]
 
 FOOTER_BYTES = 64 << 20  # of footers kept in each process
 FIRST_MESSAGE = 8  # where it lies in an Arrow file
+NO_VALUE, _WHOLE = "__HIVE_DEFAULT_PARTITION__", re.compile("-?[0-9]{1,18}")  # of a folder that names a column
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 SCHEMA, RECORD_BATCH = 1, 3  # the types of their messages in Arrow's format
 
@@ -64,10 +67,11 @@ class TableBlock:
 
 
 class Tabular(Blocks[BlockSource]):
-    """A dataset of the rows of files of columns; the base class of those in Parquet and Arrow."""
+    """A dataset of the rows of files of columns, and of those that their folders name: see `folder_columns`."""
 
     _columns: list[str]
     _decode: dict[str, Decoder]
+    _folders: dict[str, dict[str, pa.Scalar]]
 
     def _table(self, block: Block[BlockSource]) -> pa.Table:
         """Return the rows of a block, with the columns that are read."""
@@ -136,7 +140,7 @@ class Tabular(Blocks[BlockSource]):
             )
 
         found = in_threads(look, list(of_files.values()))
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else np.empty(0, np.uint32)
 
     def _list_lengths(self, blocks: Sequence[Block[BlockSource]]) -> Numbers:
         """Return the lengths of the lists in the only column that is read."""
@@ -176,6 +180,9 @@ class Tabular(Blocks[BlockSource]):
 
     def _read(self, block: Block[BlockSource]) -> tuple[TableBlock, int]:
         table = with_retries(lambda: self._table(block), str(block), block.file.is_local)
+        for name, value in self._folders[str(block.file)].items():
+            if name in self._columns and name not in table.column_names:
+                table = table.append_column(name, pa.repeat(value, len(table)))
         check_columns(block.file, table.column_names, self._columns)
         if len(table) != block.rows:
             raise DataError(f"{block}: is damaged: has {len(table)} rows where it had {block.rows}")
@@ -210,6 +217,7 @@ class ColumnFiles(Tabular[int]):
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         files = find_files(paths, self.SUFFIXES)
+        self._folders = folder_columns(files)
         looks = in_threads(lambda file: self._blocks_of(file, columns), files)
         self._columns = columns_of(files, [there for there, _ in looks], columns)
         self._decode = decode_of(decode, columns)
@@ -217,6 +225,8 @@ class ColumnFiles(Tabular[int]):
 
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
         names, sizes = with_retries(lambda: self._look(file), str(file), file.is_local)
+        check_once(file, names)
+        names = list(dict.fromkeys((*names, *self._folders[str(file)])))
         check_columns(file, names, columns)
         if any(rows < 0 for rows in sizes):
             raise DataError(f"{file}: is damaged: a {self.BLOCK} has {min(sizes)} rows")
@@ -341,7 +351,7 @@ class Arrow(ColumnFiles):
                 batch = pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema)
             table = pa.Table.from_batches([batch])
             table.validate(full=True)  # Arrow has no checksums: a wrong offset would point to other memory
-            return table.select(self._columns)
+            return table.select([name for name in self._columns if name in table.column_names])
 
 
 def _is_stream(stream: pa.NativeFile) -> bool:
@@ -426,6 +436,33 @@ def _field(buffer: bytes, table: int, field: int, form: str) -> int:
     """Return a number in a flatbuffer's table; it has no entry for a 0."""
     place = _place(buffer, table, field)
     return _number(buffer, table + place, form) if place else 0
+
+
+def folder_columns(files: Sequence[File]) -> dict[str, dict[str, pa.Scalar]]:
+    """Return the columns that the folders of each file name, as Spark, pandas and pyarrow write them: `kind=0/`.
+
+    A column's values are int64 if all of them are whole numbers, else text; a column of the file itself goes before.
+    """
+    given = {
+        str(file): {
+            unquote(name): unquote(value)
+            for folder in file.name.split("/")[:-1]
+            for name, equals, value in [folder.partition("=")]
+            if name and equals
+        }
+        for file in files
+    }
+    values: dict[str, set[str]] = {}
+    for columns in given.values():
+        for name, value in columns.items():
+            values.setdefault(name, set()).add(value)
+    whole = {name for name, all_of_it in values.items() if all(map(_WHOLE.fullmatch, all_of_it - {NO_VALUE}))}
+
+    def scalar(name: str, value: str) -> pa.Scalar:
+        kind = pa.int64() if name in whole else pa.string()
+        return pa.scalar(None if value == NO_VALUE else int(value) if name in whole else value, kind)
+
+    return {file: {name: scalar(name, value) for name, value in columns.items()} for file, columns in given.items()}
 
 
 def columns_of(files: Sequence[File], there: Sequence[Sequence[str]], wanted: Sequence[str] | None) -> list[str]:

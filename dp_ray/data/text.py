@@ -15,7 +15,7 @@ from pyarrow import json as pajson
 
 from dp_ray.data.blocks import CACHE_BYTES, Block
 from dp_ray.data.files import File, Paths, Stretch, find_files, in_threads, index_of, read_in_pieces, read_stretch
-from dp_ray.data.tables import Tabular, check_columns, check_once, columns_of
+from dp_ray.data.tables import Tabular, check_columns, check_once, columns_of, folder_columns
 from dp_ray.data.values import Decode, decode_of
 from dp_ray.errors import DataError, JobError
 
@@ -25,7 +25,19 @@ NEWLINE, RETURN, QUOTE = ord("\n"), ord("\r"), ord('"')
 # In an index, the types of columns of whole numbers that are no int64: they are joined with others as decimals are.
 UNSIGNED, BEYOND = pa.decimal128(20, 0), pa.decimal256(76, 0)
 _WHOLE, _SOLID = re.compile(r"\s*[+-]?[0-9]+\s*"), re.compile(r"\S")
+_PADDED = r"^\s*[+-]?0[0-9]+\s*$"
+INT64, FLOATS = pa.int64(), (pa.float32(), pa.float64())
 BOM = b"\xef\xbb\xbf"  # some programs begin a file with it
+
+# What the numbers of a column are: bits that an index keeps in its schema, joined over stretches and files by `|`.
+LOOKS = b"looks"
+FRACTION, ROUNDED, SMALL = (
+    1,
+    2,
+    4,
+)  # some are not whole; float32 would change a whole one; some are below EXACT_FLOAT32
+MISSING, LARGE, PADDED = 8, 16, 32  # some are missing; some are above what float64 keeps; some have leading zeros
+EXACT_FLOAT32, EXACT_FLOAT64 = 1 << 24, 1 << 53  # up to these, all whole numbers are kept
 
 
 class TextTable(Tabular[Stretch]):
@@ -49,17 +61,21 @@ class TextTable(Tabular[Stretch]):
     ) -> None:
         files, types = find_files(paths, self.SUFFIXES), types or {}
         indices = in_threads(lambda file: index_of(file, self._kind, lambda: self._look(file)), files)
-        pairs = list(zip(files, indices, strict=True))
+        pairs, self._folders = list(zip(files, indices, strict=True)), folder_columns(files)
         for file, index in pairs:
             if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
-                check_columns(file, index.arrow_schema.names, [*(columns or ()), *types])
+                own = dict.fromkeys((*index.arrow_schema.names, *self._folders[str(file)]))
+                check_columns(file, list(own), [*(columns or ()), *types])
             for field in index.arrow_schema:
                 # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
                 is_wanted = field.name not in types and (columns is None or field.name in columns)
                 if is_wanted and pa.types.is_binary(field.type):
                     advice = "mend the file, or set the column's type to binary with types"
                     raise DataError(f"{file}: column {field.name!r} holds bytes that are not UTF-8; {advice}")
-        self._schema = _with_types(_joined([index.arrow_schema for index in indices]), types)
+        looks = _joined_looks([index.arrow_schema for index in indices])
+        found = _joined([index.arrow_schema for index in indices])
+        self._schema = _with_types(found, types, looks)
+        self._read_as = _with_types(found, types, looks, whole=pa.float64())  # `1.0` is no int64 to pyarrow
         for name in [field.name for field in self._schema if str(BEYOND) in str(field.type)]:
             for file, index in pairs:  # to name the first one with such a number
                 there = index.arrow_schema
@@ -67,9 +83,14 @@ class TextTable(Tabular[Stretch]):
                     says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
                     raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
         filled = [(file, index.arrow_schema.names) for file, index in pairs if index.stretches]
-        there = [self._schema.names if self.MAY_LACK else names for _, names in filled]
+        there = [
+            list(dict.fromkeys((*(self._schema.names if self.MAY_LACK else names), *self._folders[str(file)])))
+            for file, names in filled
+        ]
         self._columns = columns_of([file for file, _ in filled], there, columns)
         self._decode = decode_of(decode, columns)
+        read = [field for field in self._schema if field.name in self._columns and field.name not in types]
+        self.reads_as = tuple(_reads_as(files[0], read, found))
         blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
         super().__init__(files, blocks, cache_bytes)
 
@@ -93,8 +114,12 @@ class TextTable(Tabular[Stretch]):
         """Return what is read before the rows from byte `start` on: only where a file begins may it have a mark."""
         return self._head(file) or (b"\n" if start else b"")
 
+    def _padded(self, text: bytes, names: Sequence[str]) -> list[str]:
+        """Return which columns of numbers have whole ones with leading zeros."""
+        return []
+
     def _look(self, file: File) -> tuple[list[Stretch], pa.Schema]:
-        """Return where the rows lie, and the types of the columns."""
+        """Return where the rows lie, and the types and looks of the columns."""
         head = self._head(file)
         found, schemas = [], []
         if head:  # a file of its head alone has columns too
@@ -107,8 +132,12 @@ class TextTable(Tabular[Stretch]):
             table = self._parse(rows, None)
             check_once(file, table.column_names)
             found.append(Stretch(start, start + len(text), len(table)))
-            schemas.append(self._with_large_numbers(rows, table))
-        return found, _joined(schemas)
+            looks = {path: look for name in table.column_names for path, look in _looks(name, table.column(name))}
+            looks |= {
+                name: looks[name] | PADDED for name in self._padded(rows, list(looks.keys() & table.column_names))
+            }
+            schemas.append(self._with_large_numbers(rows, table).with_metadata({LOOKS: json.dumps(looks)}))
+        return found, _joined(schemas).with_metadata({LOOKS: json.dumps(_joined_looks(schemas))})
 
     def _with_large_numbers(self, text: bytes, table: pa.Table) -> pa.Schema:
         """Return the table's schema, with types for whole numbers above int64, which pyarrow takes for floats."""
@@ -124,16 +153,18 @@ class TextTable(Tabular[Stretch]):
 
     def _table(self, block: Block[Stretch]) -> pa.Table:
         text = self._before(block.file, block.source.start) + read_stretch(block.file, block.source)
-        table = self._parse(text, self._schema)
-        return table.select([name for name in self._columns if name in table.column_names])
+        table = self._parse(text, self._read_as)
+        fields = [self._schema.field(name) for name in self._columns if name in table.column_names]
+        table = table.select([field.name for field in fields])
+        return table.cast(pa.schema(fields)) if fields else table
 
 
 class JsonLines(TextTable):
     """The rows of files with a JSON object on each line.
 
     `paths`, `columns` and `decode` are those of `Parquet`. Whole numbers are int64, or uint64 if a column needs it,
-    others float32, and lists of numbers tensors of these; `types` gives another Arrow type for a column, as
-    `{"price": "float64"}`.
+    others float32 unless that changes whole ones, and lists of numbers tensors of these; `types` gives another Arrow
+    type for a column, as `{"price": "float64"}`.
 
     Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
     64 bits in a column without a type.
@@ -178,8 +209,8 @@ class Csv(TextTable):
     """The rows of CSV files. The first line of each file names its columns, unless `names` does.
 
     `paths`, `columns` and `decode` are as those of `Parquet`. Whole numbers are int64, or uint64 if a column needs
-    it, others float32; `types` gives another Arrow type for a column, as `{"zip": "string"}`. A quoted value may hold
-    line breaks.
+    it, others float32 unless that changes whole ones; with a leading zero they are text. `types` gives another Arrow
+    type for a column, as `{"zip": "string"}`. A quoted value may hold line breaks.
 
     Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
     64 bits in a column without a type.
@@ -224,6 +255,12 @@ class Csv(TextTable):
     def _python_values(self, text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
         texts = self._parse(text, pa.schema([pa.field(name, pa.string()) for name in names]))
         return {name: [_number(text) for text in texts.column(name).to_pylist()] for name in names}
+
+    def _padded(self, text: bytes, names: Sequence[str]) -> list[str]:
+        if not re.search(rb'[\s"%b][+-]?0[0-9]' % re.escape(self._delimiter.encode()), b"\n" + text):
+            return []
+        texts = self._parse(text, pa.schema([pa.field(name, pa.string()) for name in names]))
+        return [name for name in names if pc.any(pc.match_substring_regex(texts.column(name), _PADDED)).as_py()]
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
         return pacsv.read_csv(
@@ -330,6 +367,42 @@ def _with_whole(kind: pa.DataType, values: Sequence[Any]) -> pa.DataType:
     return UNSIGNED if low >= 0 and high < 1 << 64 else BEYOND
 
 
+def _looks(path: str, column: pa.ChunkedArray | pa.Array) -> Iterator[tuple[str, int]]:
+    """Yield the looks of the numbers of a column, also in lists and structs, by their paths: `a`, `a[]`, `a.b`."""
+    kind = column.type
+    if pa.types.is_list(kind):
+        yield from _looks(f"{path}[]", pc.list_flatten(column))
+    elif pa.types.is_struct(kind):
+        for field in kind:
+            yield from _looks(f"{path}.{field.name}", pc.struct_field(column, field.name))
+    elif kind in (pa.float64(), pa.int64(), pa.null()):
+        numbers = column.drop_null().cast(pa.float64(), safe=False).to_numpy()
+        sizes, is_whole = np.abs(numbers), np.isfinite(numbers) & (np.floor(numbers) == numbers)
+        with np.errstate(over="ignore"):
+            is_rounded = is_whole & (numbers.astype(np.float32) != numbers)
+        is_large = sizes > EXACT_FLOAT64
+        yield (
+            path,
+            FRACTION * bool(not is_whole.all())
+            | ROUNDED * bool((is_rounded | is_large).any())
+            | SMALL * bool((sizes < EXACT_FLOAT32).any())
+            | MISSING * bool(column.null_count)
+            | LARGE * bool(is_large.any()),
+        )
+
+
+def _joined_looks(schemas: Sequence[pa.Schema]) -> dict[str, int]:
+    """Return the looks of the columns of all schemas together; a schema without one of the columns has it missing."""
+    names = {name for schema in schemas for name in schema.names}
+    joined: dict[str, int] = {}
+    for schema in schemas:
+        if (looks := (schema.metadata or {}).get(LOOKS)) is None or not schema.names:
+            continue  # without rows
+        for path, look in (dict.fromkeys(names - {*schema.names}, MISSING) | json.loads(looks)).items():
+            joined[path] = joined.get(path, 0) | look
+    return joined
+
+
 def _joined(schemas: Sequence[pa.Schema]) -> pa.Schema:
     """Return the columns of all schemas, each with a type that holds its values in all of them."""
     names = dict.fromkeys(name for schema in schemas for name in schema.names)
@@ -345,12 +418,13 @@ def _common(kinds: Sequence[pa.DataType]) -> pa.DataType:
         return pa.string()
 
 
-def _with_types(schema: pa.Schema, types: Types) -> pa.Schema:
-    """Return the schema with the types that were asked for, else with float32 for float64 and uint64 for UNSIGNED."""
+def _with_types(schema: pa.Schema, types: Types, looks: Mapping[str, int], whole: pa.DataType = INT64) -> pa.Schema:
+    """Return the schema with the types that were asked for, else with those that its numbers need (`_narrow`)."""
     fields = []
     for field in schema:
         try:
-            kind = pa.type_for_alias(types[field.name]) if field.name in types else _narrow(field.type)
+            own = types.get(field.name)
+            kind = _narrow(field.type, field.name, looks, whole) if own is None else pa.type_for_alias(own)
         except ValueError:
             says = f"{types[field.name]!r} for {field.name!r} is no type of Arrow, like int64, float32 or string"
             raise JobError(f"types: {says}") from None
@@ -358,13 +432,42 @@ def _with_types(schema: pa.Schema, types: Types) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _narrow(kind: pa.DataType) -> pa.DataType:
+def _narrow(kind: pa.DataType, path: str, looks: Mapping[str, int], whole: pa.DataType) -> pa.DataType:
+    """Return the type in which numbers are read: of floats float32, unless that would make other numbers of them.
+
+    Whole numbers become `whole` then, or float64 if one is missing or too large. Where float32 keeps no fraction at
+    all, as of times, it is float64. Whole numbers with leading zeros are text. uint64 takes the place of UNSIGNED.
+    """
+    look = looks.get(path, 0)
+    if look & PADDED and not look & FRACTION and (pa.types.is_integer(kind) or kind in (*FLOATS, UNSIGNED, BEYOND)):
+        return pa.string()
     if pa.types.is_float64(kind):
-        return pa.float32()
+        if look & FRACTION:
+            return pa.float32() if look & SMALL else kind
+        if not look & ROUNDED:
+            return pa.float32()
+        return kind if look & (MISSING | LARGE) else whole
     if kind == UNSIGNED:
         return pa.uint64()
     if pa.types.is_list(kind):
-        return pa.list_(_narrow(kind.value_type))
+        return pa.list_(_narrow(kind.value_type, f"{path}[]", looks, whole))
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, _narrow(field.type)) for field in kind])
+        narrow = [pa.field(key.name, _narrow(key.type, f"{path}.{key.name}", looks, whole)) for key in kind]
+        return pa.struct(narrow)
     return kind
+
+
+def _reads_as(file: File, fields: Sequence[pa.Field], found: pa.Schema) -> Iterator[str]:
+    """Yield a line for each column that has not the type that other columns of its kind get."""
+    for field in fields:
+        kind, there = field.type, found.field(field.name).type
+        if pa.types.is_string(kind) and not pa.types.is_string(there):
+            yield (
+                f"{file}: column {field.name!r} is read as text, since numbers would lose its leading zeros; "
+                f"types: {{{field.name}: int64}} reads numbers"
+            )
+        elif "double" in str(there) and kind != _narrow(there, "", {}, INT64):
+            yield (
+                f"{file}: column {field.name!r} is read as {kind}, since float32 would change its numbers; "
+                f"types: {{{field.name}: float32}} reads it so"
+            )

@@ -7,8 +7,10 @@ import functools
 import io
 import json
 import pkgutil
+import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -213,6 +215,7 @@ def _is_number(kind: pa.DataType) -> bool:
 def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Return the image in the bytes of a JPEG, a PNG or another format of Pillow: uint8 [3, height, width], in RGB.
 
+    It is turned upright, if EXIF tells that it lies on a side, as cameras and phones write it.
     It is resized to `size` (height, width), with Pillow's bilinear filter, if that is given. A dict with the key
     `bytes`, as Hugging Face stores images, is taken too. Of 16-bit images the upper 8 bits are kept.
 
@@ -225,7 +228,7 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     torch.Size([3, 2, 2])
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise DataError(f"images need Pillow: pip install 'dp-ray[images]': {error}") from None
     encoded = value["bytes"] if isinstance(value, Mapping) else value
@@ -234,6 +237,9 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     except UnidentifiedImageError:  # which would show where the bytes lie in memory
         raise UnidentifiedImageError("cannot identify the format of the image") from None
     with given as opened:
+        opened.load()  # a TIFF is turned upright in it, and a PNG may tell its orientation behind its pixels
+        with suppress(SyntaxError, ValueError, LookupError, struct.error):  # what tells it is damaged
+            ImageOps.exif_transpose(opened, in_place=True)
         narrow: Any = opened
         if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
             # Pillow would cut larger values off at 255, which is white.

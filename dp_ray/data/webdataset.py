@@ -25,7 +25,7 @@ from dp_ray.data.files import (
     with_retries,
 )
 from dp_ray.data.values import BY_EXTENSION, Decode, RowNumbers, decode_of, decoded, image
-from dp_ray.errors import DataError
+from dp_ray.errors import DataError, JobError
 from dp_ray.text import did_you_mean, listed, printable
 
 KEY = "__key__"
@@ -235,10 +235,12 @@ class Images(Blocks[int]):
     """Images in the order of their names: items are dicts of `image`, `path` and, with classes, `label`.
 
     `image` is uint8 [3, height, width] in RGB; `path` is the path within the folder. With `classes`, the first folder
-    of the path names the class and `label` is its number in the order of the names, which `class_names` gives.
+    of the path names the class and `label` is its number in the order of the names, which `class_names` gives. Give
+    `class_names` where files of some classes may be missing, as in a split: then labels are numbers in that list.
     `height` and `width` resize each image, with Pillow's bilinear filter; one of them alone makes it square.
 
-    Raises DataError if there are no images, if one is damaged, or if one is in no folder though there are classes.
+    Raises DataError if there are no images, if one is damaged, or if one is in no folder, or that of no class, though
+    there are classes.
 
     >>> import dp_ray, pathlib
     >>> from PIL import Image
@@ -250,14 +252,25 @@ class Images(Blocks[int]):
     """
 
     def __init__(
-        self, paths: Paths, classes: bool = False, height: int | None = None, width: int | None = None
+        self,
+        paths: Paths,
+        classes: bool = False,
+        height: int | None = None,
+        width: int | None = None,
+        class_names: Sequence[str] | None = None,
     ) -> None:
         files = find_files(paths, SUFFIXES)
         side = height or width  # one alone makes the image square
         self._size = None if side is None else (side, side)
         if height is not None and width is not None:
             self._size = (height, width)
-        self.class_names = sorted({_class_of(str(file), file.name) for file in files}) if classes else []
+        there: dict[str, File] = {}
+        if classes or class_names is not None:
+            there = {_class_of(str(file), file.name): file for file in reversed(files)}
+        self.class_names = sorted(there) if class_names is None else _once(class_names)
+        if other := sorted(there.keys() - {*self.class_names}):
+            advice = f"{did_you_mean(other[0], self.class_names)}; those are {listed(self.class_names)}"
+            raise DataError(f"{there[other[0]]}: {other[0]!r} is none of class_names{advice}")
         self._labels = {name: label for label, name in enumerate(self.class_names)}
         super().__init__(files, [Block(file, 1, 0) for file in files], 0)
 
@@ -288,6 +301,16 @@ class Images(Blocks[int]):
 
     def _items(self, read: Item, rows: RowNumbers) -> list[Item]:
         return [{**read, "image": read["image"].clone()} for _ in rows]
+
+
+def _once(class_names: Sequence[str]) -> list[str]:
+    """Return the names. Raises JobError if they are no list of names, each once."""
+    names = [] if isinstance(class_names, str) else [*class_names]
+    if not names or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+        raise JobError(
+            f"class_names: must be a list of folders' names, each once, like [cat, dog]; got {class_names!r:.80}"
+        )
+    return names
 
 
 def _class_of(shown: str, name: str) -> str:

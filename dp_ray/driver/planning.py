@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dp_ray.driver.checks import check_targets, lacking_here
@@ -22,6 +22,7 @@ from dp_ray.rundir.claim import Resume, Wanted, check_claim
 from dp_ray.rundir.settled import run_of, settled, taken_over
 from dp_ray.rundir.unfinished import resumption
 from dp_ray.system.process import environment
+from dp_ray.text import listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
         for error in lacking_here(job):
             raise error
         datasets = _datasets(job)
-    plan = plan_of(job, _rows_of(datasets), taken_over(asked, job))
+    plan = plan_of(job, _rows_of(datasets), (*taken_over(asked, job), *_remarks(datasets)))
     return Prepared(job, dataclasses.replace(plan, packed=_packed(job, datasets)), faults)
 
 
@@ -75,7 +76,7 @@ def plan_job(job: Job) -> Plan:
 
             plan = dataclasses.replace(plan, blocks=plan_blocks(job))
         lacking = [f"a run would not start: {error}" for error in lacking_here(job)]
-        return dataclasses.replace(plan, remarks=(*plan.remarks, *lacking))
+        return dataclasses.replace(plan, remarks=(*plan.remarks, *_remarks(datasets), *lacking))
 
 
 def _plan_to_claim(asked: Job, rows: Mapping[str, int]) -> Plan:
@@ -129,6 +130,39 @@ def _datasets(job: Job) -> dict[str, Any]:
         order_of(over, dataset)
         built[name] = dataset
     return built
+
+
+def _remarks(datasets: Mapping[str, Any]) -> list[str]:
+    """Return what the datasets, and those within them, tell of how they are read; and whose classes differ."""
+    lines = [
+        line for dataset in datasets.values() for own in _within(dataset) for line in getattr(own, "reads_as", ())
+    ]
+    classes = {key: next(filter(None, map(_classes, _within(dataset))), None) for key, dataset in datasets.items()}
+    first = classes["dataset"]
+    for key, names in classes.items():
+        if first and names and names != first:
+            odd = sorted({*names} ^ {*first})
+            says = f"the classes {listed(odd)} are in one alone" if odd else "the classes have another order"
+            lines.append(f"{key} and dataset: {says}, so their labels differ; give both the same class_names")
+    return list(dict.fromkeys(lines))
+
+
+def _classes(dataset: Any) -> list[str] | None:
+    """Return the names of a dataset's classes by their labels, as `Images` and torchvision's folders tell them."""
+    names = getattr(dataset, "class_names", None) or getattr(dataset, "classes", None)
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+
+
+def _within(dataset: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield a dataset and those within it: of a Mix, of `pack`, and of torch's Subset and ConcatDataset."""
+    yield dataset
+    if depth and dataset is not None:
+        sources, several = getattr(dataset, "sources", None), getattr(dataset, "datasets", None)
+        inner = [
+            *(sources.values() if isinstance(sources, Mapping) else several if isinstance(several, list) else ())
+        ]
+        for own in (*inner, getattr(dataset, "dataset", None)):
+            yield from _within(own, depth - 1)
 
 
 def _rows_of(datasets: Mapping[str, Any]) -> dict[str, int]:

@@ -103,6 +103,7 @@ class ForwardState(Writable):
         self._digests: dict[str, int] | None = None  # of the last `state`; the first one is called before any step
         self._changed: set[str] = set()  # non-persistent buffers
         self._shared = self._built_shared = shared_in(self._buffers_of(self._now()))
+        self._unlike_built: set[str] = set()  # buffers that shared memory otherwise when the loaded state was taken
         self._num_tensors = 0  # of rank 0's buffers, each once, when the workers last agreed
         self._start, self._last, self._nothing = (Copies(self, {}, {}) for _ in range(3))
         self._kept: Copies | None = None  # the values of shard 0, once it has run
@@ -412,7 +413,7 @@ class ForwardState(Writable):
             "shared": [
                 [name, *shared.get(name, (name, True))]
                 for name in self._places
-                if shared.get(name) != built.get(name)
+                if name in self._unlike_built or shared.get(name) != built.get(name)
             ],
         }
         return {key: value for key, value in state.items() if value}
@@ -434,6 +435,9 @@ class ForwardState(Writable):
             if name not in self._places:
                 register_buffer(self._roots, name, is_persistent)
         self._places = places_of(self._roots)
+        # A model that goes on among other workers has them already, unlike one that is built.
+        self._built -= {name for name, _ in state.get("made", ())}
+        self._unlike_built = {name for name, *_ in state.get("shared", ())}
         self._share_as(state)
 
     def _share_as(self, state: Mapping[str, Any]) -> None:

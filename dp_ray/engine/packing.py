@@ -35,6 +35,7 @@ from dp_ray.plan.packing import (
 
 NO_DOCUMENT = -1  # where a window is not filled
 READ_AT_ONCE = 1024  # rows, where all are read for their lengths
+COUNTED = "pack counts the tokens of all rows first: leave the row out, or give the dataset a method lengths(field)"
 COMPARED = 1 << 20  # rows of which the plan tells the padding
 # What a dataset of blocks does for whoever reads it; a `PackedDataset` hands it on as it is.
 HANDED_ON = frozenset(
@@ -199,7 +200,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             column = self.dataset.with_format("arrow")[rows.start : rows.stop].column(field)
             if not column.null_count and hasattr(column.type, "value_type"):
                 return np.asarray(pc.list_value_length(column).to_numpy())
-        items = self._reader.whole(list(rows))
+        items = self._read(list(rows), COUNTED)
         return np.array([len(self._value(item, field, row)) for row, item in zip(rows, items, strict=True)], np.int64)
 
     def _value(self, item: Any, field: str, row: int) -> Lengths:
@@ -229,12 +230,12 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         if hasattr(self.dataset, "read_parts"):
             read = self.dataset.read_parts(wanted, self.pack.fields)
             return {(part.row, part.start): values for part, values in zip(wanted, read, strict=True)}
-        items = zip(sizes, self._read(list(sizes)), strict=True)
+        items = zip(sizes, self._read(list(sizes), "a row of a window"), strict=True)
         of_rows = {row: self._of_row(item, row, sizes[row]) for row, item in items}
         return {(row, start): [value[start:stop] for value in of_rows[row]] for row, start, stop in wanted}
 
-    def _read(self, rows: list[int]) -> list[Any]:
-        """Read some rows. An error names the first one that cannot be read; it says that it comes from a row."""
+    def _read(self, rows: list[int], note: str) -> list[Any]:
+        """Read some rows. An error names the first one that cannot be read, and has the note."""
         try:
             return self._reader.whole(rows)
         except Error as error:
@@ -245,7 +246,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             except Error as error:
                 found = error
                 break
-        raise type(found)(f"{found} (a row of a window)") from found.__cause__
+        raise type(found)(f"{found} ({note})") from found.__cause__
 
     def _of_row(self, item: Any, row: int, size: int) -> list[Lengths]:
         values = [self._value(item, field, row) for field in self.pack.fields]

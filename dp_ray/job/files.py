@@ -70,7 +70,8 @@ def job_from(job: Job | str | os.PathLike[str] | None, keys: Mapping[str, Any]) 
     if job is None:
         return Job.make(keys, by_time)
     if isinstance(job, Job):
-        return job if job.name and not keys else Job.make({**dict(job), **keys}, by_time)
+        own = {key: value for key, value in job if key != "task" or key in job.model_fields_set}
+        return job if job.name and not keys else Job.make({**own, **keys}, by_time)
     if not isinstance(job, str | os.PathLike):
         raise JobError(
             f"job: must be a Job or the path of a job file, got a {type(job).__qualname__}; the keys of a job are "

@@ -30,7 +30,8 @@ from dp_ray.job.old_keys import current
 from dp_ray.plan.costs import profiled_of
 from dp_ray.text import counted, hide, hide_in, hide_in_as_before
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+LONGEST_NAME = 200  # of a run: systems of files have 255, and other files have the run's name and more
+NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 # The columns that every history has; each metric adds one of its own name.
 COLUMNS = (
     *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
@@ -177,11 +178,20 @@ class Job(MeasuringKeys):
     # A training that differs in one of these only is the same one, for longer or shorter.
     LENGTHS: ClassVar = ("epochs", "max_steps", "early_stopping")
 
+    @property
+    def why_trains(self) -> str:
+        """The key by which a job that says no task is a training; "" if it says one, or has no such key."""
+        trains = (key for key in ("optimizer", "loop") if getattr(self, key) is not None)
+        return "" if "task" in self.model_fields_set else next(trains, "")
+
     @model_validator(mode="after")
     def _fits_together(self) -> "Job":
+        if self.why_trains:
+            self.__dict__["task"] = "train"  # and yet no key that was given
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(
-                f"name: must be one folder's name of letters, digits, '.', '_' and '-', got {self.name!r}"
+                f"name: must be one folder's name of at most {LONGEST_NAME} letters, digits, '.', '_' and '-', got "
+                f"{self.name!r}"
             )
         if self.max_workers > self.num_shards:
             raise ValueError(
@@ -194,7 +204,8 @@ class Job(MeasuringKeys):
         )
         problem = next(problems, None)  # the first alone: the others may follow from it
         if problem is not None:
-            raise ValueError(problem)
+            asked = f"; task is left out, and is train because of {self.why_trains}" if self.why_trains else ""
+            raise ValueError(problem + asked)
         return self
 
     def _of_loop(self) -> Iterator[str]:

@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from dp_ray.job.args import DescribedArgs, describe_args, found_name
+from dp_ray.job.args import DescribedArgs, describe_args, found_name, object_in
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -88,6 +88,11 @@ class Target(Strict):
     def untold(self) -> tuple[str, ...]:
         """The paths of Python objects in the args of which a file cannot tell whether they are the same."""
         return self._described.unknown
+
+    @property
+    def holds_objects(self) -> bool:
+        """Whether its args hold more than plain values."""
+        return object_in(self._described.values) is not None
 
     @property
     def is_named(self) -> bool:
@@ -638,8 +643,9 @@ class WorkKeys(Strict):
     name: str | None = None
     """Name of the run: its directory is STORAGE/NAME. Default: the job file's name; from Python, the time."""
     task: Literal["predict", "evaluate", "train"] = "predict"
-    """What to do. A key that only another task needs is ignored, so one file serves all three. evaluate uses
-    `eval.dataset` and `eval.batch_size` if there is an `eval`."""
+    """What to do; left out, `train` for a job with an `optimizer` or a `loop`. A key that only another task needs is
+    ignored, so one file serves all three. evaluate uses `eval.dataset` and `eval.batch_size` if there is an
+    `eval`."""
     model: Targeted
     """A class or function that gives a torch.nn.Module. For a TorchScript file: `torch.jit:load` with args `{f:
     PATH}`."""

@@ -30,9 +30,28 @@ from dp_ray.storage import Storage
 ID = "DP_RAY_MANIFEST"  # the variable of a job that holds its manifest's id
 MOUNT = "/storage"  # where pods find the claim
 QUEUE = "kueue.x-k8s.io/queue-name"
+# Rules of Kubernetes for names, each with what it says.
+_LABEL, _VALUE = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_DOMAIN = rf"{_LABEL}(?:\.{_LABEL})*"
+LABEL = re.compile(_LABEL), "1 to 63 small letters, digits and '-', with a letter or digit at both ends"
+OBJECT = (
+    re.compile(rf"(?=.{{1,253}}$){_DOMAIN}"),
+    "small letters, digits, '-' and '.', with a letter or digit at both ends, as of objects",
+)
+VALUE = (
+    re.compile(f"(?:{_VALUE})?"),
+    "at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends",
+)
+KEY = re.compile(f"(?:{_DOMAIN}/)?{_VALUE}"), "NAME or DOMAIN/NAME, as keys of labels are"
+IMAGE = (
+    re.compile(
+        r"(?:[A-Za-z0-9.-]+(?::\d+)?/)?[a-z0-9._-]+(?:/[a-z0-9._-]+)*(?::\w[\w.-]{0,127})?(?:@\w+:[0-9a-f]{32,})?"
+    ),
+    "an image, as registry.example/team/name:tag, whose name has small letters",
+)
 OWN_SECONDS = 30  # of a pod's grace, in which Ray ends after the run has
 GPU = "nvidia.com/gpu"
-LONGEST = 47  # characters of a RayJob's name: KubeRay's limit
+LONGEST, HASH = 47, 6  # characters of a RayJob's name, KubeRay's limit; and of the hash that tells long ones apart
 TIME = (1980, 1, 1, 0, 0, 0)  # of each file in a package, so that the same files make the same bytes
 
 
@@ -203,19 +222,34 @@ def parse_toleration(text: str) -> dict[str, str]:
     """
     rest, _, effect = text.partition(":")
     key, equals, value = rest.partition("=")
-    if not key or effect not in ("", "NoSchedule", "PreferNoSchedule", "NoExecute"):
+    if not all((key, KEY[0].fullmatch(key), VALUE[0].fullmatch(value))) or effect not in (
+        "",
+        "NoSchedule",
+        "PreferNoSchedule",
+        "NoExecute",
+    ):
         raise JobError(f"--toleration {text}: must be KEY[=VALUE][:NoSchedule|PreferNoSchedule|NoExecute]")
     how = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
     return {"key": key, **how, **({"effect": effect} if effect else {})}
 
 
 def kubernetes_name(run_name: str) -> str:
-    """Return the name of a run as Kubernetes takes it.
+    """Return the name of a run as KubeRay takes it: it begins with a letter, and a long one ends in a hash.
 
-    >>> kubernetes_name("Digits_v1.2")
-    'digits-v1-2'
+    >>> kubernetes_name("Digits_v1.2"), kubernetes_name("7b-sft")
+    ('digits-v1-2', 'job-7b-sft')
     """
-    return re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:LONGEST].rstrip("-") or "job"
+    name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"job-{name}".rstrip("-")
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[: LONGEST - HASH - 1].rstrip('-')}-{hashlib.sha256(run_name.encode()).hexdigest()[:HASH]}"
+
+
+def check_name(option: str, name: str, rule: tuple[re.Pattern[str], str]) -> None:
+    """Raise JobError if a name that an option gives does not follow a rule of Kubernetes."""
+    if not rule[0].fullmatch(name):
+        raise JobError(f"{option} {name}: must be {rule[1]}")
 
 
 def zipped(folders: Mapping[str, Path], files: Iterable[tuple[str, Path]]) -> tuple[str, bytes]:

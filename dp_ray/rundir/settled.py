@@ -21,8 +21,9 @@ def run_of(job: Job) -> Storage:
 
 
 def settled(job: Job, is_new: bool = False) -> Job:
-    """Return the job over its task's dataset, with `init_from` as all workers find it, and its run's shards.
+    """Return the job over its task's dataset, with `init_from` as all workers find it, and its run's task and shards.
 
+    A job that says no task goes on as the prediction that it was in an earlier version, if that is unfinished.
     A job that sets no shards, or auto, takes those of the run in its directory, which it may resume, unless its own
     `is_new`. Each shard goes to one worker, so the number of workers is capped at the number of shards. A run that
     was stopped before it had found its number has none, and one that kept nothing binds no other job.
@@ -33,6 +34,10 @@ def settled(job: Job, is_new: bool = False) -> Job:
     if is_new:
         return job
     claimed = RUN_JSON.read(run)
+    if job.why_trains and claimed.get("job", {}).get("task") == "predict" and not is_finished(run):
+        predicts = job.model_copy(update={"task": "predict"})
+        if predicts.has_fingerprint(claimed.get("fingerprint")) and not has_kept_nothing(run):
+            job = predicts
     shards = claimed.get("job", {}).get("shards")
     is_cut_alike = not job.finds_shards and shards == job.num_shards
     if isinstance(job.shards, int) or not isinstance(shards, int) or is_cut_alike:
@@ -46,13 +51,17 @@ def settled(job: Job, is_new: bool = False) -> Job:
 
 
 def taken_over(asked: Job, job: Job) -> list[str]:
-    """Return a line on the shards that a resumed run keeps, if the job that was `asked` for would change them."""
+    """Return lines on what differs from the job that was `asked` for: a task that it left out, a run's shards."""
+    lines = []
+    if asked.why_trains:
+        was = ", as when this run began" if job.task == "predict" else ""
+        lines = [f"task: {job.task}{was or f', because the job has {asked.why_trains}'}; set task to say another"]
     if job.finds_shards or (asked.num_shards == job.num_shards and not asked.finds_shards):
-        return []
+        return lines
     line = f"shards: {job.num_shards}, as when this run began"
     if asked.max_workers > job.num_shards:
         line += f"; so at most {job.num_shards} workers run, not {asked.max_workers}"
-    return [line]
+    return [*lines, line]
 
 
 def finished_run(job: Job) -> Storage | None:

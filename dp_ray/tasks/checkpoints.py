@@ -215,6 +215,8 @@ def checkpointing(training: Training, before: Callable[[], None]) -> Iterator[Pi
     """
     rank, sharers = training.context.world.rank, training.trainer.placement.sharers
     if rank != 0 and sharers is None:
+        if training.context.held is not None:
+            training.trainer.state.state()  # as on rank 0, which may be lost: what forwards change is known
         yield None
         return
     checkpoints = fenced(training.context.run, training.context.attempt).child(CHECKPOINTS)

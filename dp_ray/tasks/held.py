@@ -8,6 +8,7 @@ import torch
 
 from dp_ray.engine.loading import seeded_dataset
 from dp_ray.engine.trainer import Update
+from dp_ray.job.keys import Target
 from dp_ray.rundir.history import HISTORY, end_of_pieces
 from dp_ray.tasks.train_state import TrainState
 from dp_ray.telemetry.times import FinishedStep
@@ -28,9 +29,11 @@ class Held:
     `rows` are the finished steps that no piece of the history may hold yet: rank 0 may die, and another worker
     writes them. `most_rows` is their number at which to look which of them are there by now. `finished` is the
     progress of the state that it held last, whether it holds it still or not; `why` is why it does not.
+    `of_objects` names the datasets that are objects of the job, or made of some.
     """
 
     datasets: dict[str, Any] = field(default_factory=dict)
+    of_objects: set[str] = field(default_factory=set)
     placement: "Placement | None" = None
     has_weights: bool = False
     state: dict[str, Any] | None = None
@@ -44,7 +47,21 @@ class Held:
         """Return the dataset of `key`, built once."""
         if key not in self.datasets:
             self.datasets[key] = seeded_dataset(job, key)
+            if not isinstance(job.dataset, Target) or job.dataset.holds_objects:
+                self.of_objects.add(key)
         return self.datasets[key]
+
+    def lets_go(self) -> bool:
+        """Return whether the next view takes the job's objects anew, as they were sent: no model of them is held.
+
+        They may be trained by now, or count what they did. Then no dataset of such objects is held either.
+        """
+        if self.placement is not None:
+            return False
+        for key in self.of_objects:
+            del self.datasets[key]
+        self.of_objects.clear()
+        return True
 
     @property
     def progress(self) -> int:

@@ -5,13 +5,26 @@ imports nothing of dp_ray.
 """
 
 import os
+import posixpath
+import re
 import time
 from typing import Any, TypeAlias
 
 NEXT = "dp_ray.next_step"  # MLflow's tag: the first step that its server lacks
 MOST_METRICS = 1000  # what MLflow takes at once
 MOST_PARAMS = 100
-LONGEST_PARAM = 6000
+LONGEST_PARAM, LONGEST_NAME = 6000, 250
+
+
+def mlflow_name(name: str) -> str:
+    """Return the name of a parameter or metric as MLflow takes it; what it refuses becomes `_`.
+
+    >>> mlflow_name("loss_of_web (en)"), mlflow_name("args.x[0]"), mlflow_name("a//b")
+    ('loss_of_web _en_', 'args.x_0_', 'a__b')
+    """
+    name = re.sub(r"[^\w.\- /]", "_", name)[:LONGEST_NAME]
+    is_path = posixpath.normpath(name) == name and not name.startswith((".", "/"))  # it may become a file's
+    return name if is_path else re.sub(r"^\.|/", "_", name)
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
@@ -60,7 +73,8 @@ class MlflowClient:
         run = self._client.create_run(
             experiment, start_time=int(time.time() * 1000), tags=asked["tags"], run_name=asked["name"]
         )
-        params = [self._param(name, str(value)[:LONGEST_PARAM]) for name, value in asked["params"].items()]
+        given = asked["params"].items()
+        params = [self._param(mlflow_name(name), str(value)[:LONGEST_PARAM]) for name, value in given]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(run.info.run_id, params=params[first : first + MOST_PARAMS])
         return str(run.info.run_id)
@@ -69,7 +83,8 @@ class MlflowClient:
         """Send rows in requests of whole rows, each with the tag that says how far it goes; `at` is their time."""
         batch: list[Any] = []
         for row in rows:
-            metrics = [self._metric(name, value, int(at * 1000), row["step"]) for name, value in scalars(row).items()]
+            values, now = scalars(row).items(), int(at * 1000)
+            metrics = [self._metric(mlflow_name(name), value, now, row["step"]) for name, value in values]
             if len(batch) + len(metrics) > MOST_METRICS:
                 self._send(batch, row["step"])
                 batch = []
@@ -84,7 +99,8 @@ class MlflowClient:
         """End the run: done, failed or interrupted. A training's last values are its metrics; others are added."""
         there = self._client.get_run(self.run_id).data.metrics
         now = int(time.time() * 1000)
-        new = [self._metric(name, value, now, 0) for name, value in metrics.items() if name not in there]
+        named = {mlflow_name(name): value for name, value in metrics.items()}
+        new = [self._metric(name, value, now, 0) for name, value in named.items() if name not in there]
         self._client.log_batch(self.run_id, metrics=new, tags=[self._tag("dp_ray.status", status)])
         states = {"done": "FINISHED", "failed": "FAILED"}
         self._client.set_terminated(self.run_id, states.get(status, "KILLED"))

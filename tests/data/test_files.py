@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import feather
 
-from dp_ray.data import Csv, JsonLines, Parquet
+from dp_ray.data import Arrow, Csv, JsonLines, Parquet
 from dp_ray.errors import DataError
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
@@ -165,3 +167,56 @@ def check_names(folder: str, names: list[str], data: st.DataObject) -> None:
 def test_all_ways_of_naming_files_take_what_one_rule_says(names: list[str], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         check_names(folder, names, data)
+
+
+def write_table(kind: Any, path: Path, x: list[float]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"x": x})
+    if kind is Parquet:
+        pq.write_table(table, path.with_suffix(".parquet"))
+    elif kind is Arrow:
+        feather.write_feather(table, path.with_suffix(".arrow"), compression="uncompressed")
+    elif kind is Csv:
+        table.to_pandas().to_csv(path.with_suffix(".csv"), index=False)
+    else:
+        table.to_pandas().to_json(path.with_suffix(".jsonl"), orient="records", lines=True)
+
+
+@pytest.mark.parametrize("kind", [Parquet, Arrow, Csv, JsonLines])
+def test_folders_that_name_a_column_give_it(tmp_path: Path, kind: Any) -> None:
+    """As Spark, pandas and pyarrow read them; pandas is asked."""
+    for number, folder in enumerate(["kind=0/day=a", "kind=0/day=b%20%3D", "kind=12/day=07", "kind=-1/day=1"]):
+        for each in {Parquet, kind}:
+            root = tmp_path / ("wanted" if each is Parquet else "found")
+            write_table(each, root / folder / "part-0", [number + 0.5, number + 0.25])
+    root = tmp_path / ("wanted" if kind is Parquet else "found")
+    wanted = pd.read_parquet(tmp_path / "wanted").astype({"kind": "int64", "day": "str"})
+    dataset = kind(root)
+    assert list(dataset) == wanted.to_dict("records")
+    assert {item["kind"].dtype.name for item in dataset} == {"int64"}
+    assert [item["day"] for item in kind(root, columns=["day"])] == wanted["day"].tolist()
+    assert list(kind(root, columns=["x"])[0]) == ["x"]
+    batch = kind(root, columns=["x", "kind"]).read_columns([0, 7], None)
+    assert batch["kind"].tolist() == [wanted["kind"].iloc[0], wanted["kind"].iloc[7]]
+    assert dataset.read_values(3, ["day", "kind"]) == wanted[["day", "kind"]].iloc[3].to_dict()
+    assert "kind" not in kind(root / "kind=12")[0], "what is above the folder that was given names nothing"
+
+    write_table(kind, root / "loose", [9.0])
+    with pytest.raises(DataError, match=r"loose\.\w+: has no column 'kind', which "):
+        kind(root)
+    assert len(kind(root, columns=["x"])) == 9
+
+
+@pytest.mark.parametrize("kind", [Parquet, Arrow, Csv, JsonLines])
+def test_a_folder_without_a_value_has_it_missing(tmp_path: Path, kind: Any) -> None:
+    write_table(kind, tmp_path / "kind=__HIVE_DEFAULT_PARTITION__" / "a", [1.0])
+    write_table(kind, tmp_path / "kind=3" / "a", [2.0])
+    assert kind(tmp_path)[0] == {"x": 2.0, "kind": 3}
+    with pytest.raises(DataError, match="column 'kind' has no value"):
+        kind(tmp_path)[1]
+
+
+def test_a_column_of_the_file_goes_before_that_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "x=7").mkdir()
+    pq.write_table(pa.table({"x": [1.5]}), tmp_path / "x=7" / "a.parquet")
+    assert list(Parquet(tmp_path)) == [{"x": 1.5}]

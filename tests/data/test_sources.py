@@ -346,6 +346,38 @@ def test_an_image_of_16_bits_keeps_the_upper_ones(tmp_path: Path, form: str) -> 
     assert np.array_equal(found, np.stack([grey // 256] * 3))
 
 
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF", "WEBP"])
+def test_an_image_that_lies_on_a_side_is_turned_upright(tmp_path: Path, form: str) -> None:
+    """As torchvision's own decoder does with EXIF, and Pillow with a TIFF."""
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, :8], pixels[:4, 8:] = 200, 100
+    turned = {
+        1: pixels,
+        3: pixels[::-1, ::-1],
+        6: np.rot90(pixels, -1),
+        8: np.rot90(pixels),
+        5: pixels.swapaxes(0, 1),
+    }
+    for orientation, wanted in turned.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(pixels).save(path := tmp_path / f"{orientation}.{form.lower()}", form, exif=exif)
+        for found in (
+            decode_image(path.read_bytes()),
+            decode_image({"bytes": path.read_bytes()}),
+            Images(path)[0]["image"],
+        ):
+            assert found.shape == (3, *wanted.shape[:2])
+            assert np.abs(found.permute(1, 2, 0).numpy() - wanted.astype(int)).max() < 30  # JPEG is not exact
+        high = decode_image(path.read_bytes(), size=(4, 2))
+        assert high.shape == (3, 4, 2)
+
+
+def test_an_image_whose_exif_is_damaged_is_read_as_it_lies() -> None:
+    Image.new("RGB", (6, 4)).save(png := io.BytesIO(), "png", exif=b"Exif\0\0no such thing")
+    assert decode_image(png.getvalue()).shape == (3, 4, 6)
+
+
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
 def test_an_image_of_32_bits_is_refused_by_name(tmp_path: Path, kind: Any) -> None:
     Image.fromarray(np.full((2, 3), 70_000, kind)).save(tmp_path / "deep.tiff")
@@ -584,6 +616,22 @@ def test_folders_of_images_with_classes_and_without(tmp_path: Path) -> None:
         DataError, match=r"loose.png: is no image, or is damaged: cannot identify the format of the image$"
     ):
         list(Images(tmp_path))
+
+
+def test_a_split_that_lacks_a_class_has_the_labels_of_the_others(tmp_path: Path) -> None:
+    for name in ("train/ant/1.png", "train/bee/2.png", "train/cat/3.png", "test/ant/4.png", "test/cat/5.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jpeg(1, "PNG"))
+    names = Images(tmp_path / "train", classes=True).class_names
+    test = Images(tmp_path / "test", class_names=names)
+    assert [(item["path"], item["label"]) for item in test] == [("ant/4.png", 0), ("cat/5.png", 2)]
+    assert test.read_values(1, ["label"]) == {"label": 2}
+    assert test.class_names == ["ant", "bee", "cat"]
+    with pytest.raises(DataError, match=r"bee/2.png: 'bee' is none of class_names; those are ant, cat"):
+        Images(tmp_path / "train", class_names=["ant", "cat"])
+    for wrong in ("ant", [], ["ant", "ant"], [1, 2]):
+        with pytest.raises(JobError, match="class_names: must be a list of folders' names, each once"):
+            Images(tmp_path / "test", class_names=wrong)  # type: ignore[arg-type]
 
 
 def test_images_are_read_anew_and_belong_to_their_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

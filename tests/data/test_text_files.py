@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from dp_ray.data import Csv, JsonLines, files
@@ -92,6 +93,10 @@ def write_json(path: Path, values: list[Any]) -> JsonLines:
     return JsonLines(path.with_suffix(".jsonl"))
 
 
+def read_json_lines(path: str) -> Any:
+    return pd.read_json(path, lines=True)
+
+
 @pytest.mark.parametrize("write", [write_csv, write_json])
 @pytest.mark.parametrize(
     ("values", "kind"),
@@ -100,7 +105,14 @@ def write_json(path: Path, values: list[Any]) -> JsonLines:
         ([1, 2**63], "uint64"),
         ([2**63 - 1, -(2**63)], "int64"),
         ([2.0**63, 0.5], "float32"),
-        ([1e300, 2], "float32"),
+        ([1e300, 2], "float64"),
+        ([2.0**24 + 1, 1], "int64"),
+        ([1e9 + 1, 2**40], "int64"),
+        ([-(2.0**53) + 1, 1], "int64"),
+        ([2.0**53 + 2, 0.0], "float64"),
+        ([1, 2.0], "float32"),
+        ([1.7e9 + 0.25, 1.7e9 + 1], "float64"),
+        ([1.7e9 + 0.25, 1], "float32"),
     ],
 )
 def test_whole_numbers_are_kept_to_the_last_digit(
@@ -109,7 +121,7 @@ def test_whole_numbers_are_kept_to_the_last_digit(
     dataset = write(tmp_path / "a", values)
     assert [item["n"].dtype.name for item in dataset] == [kind] * 2
     if kind != "float32":
-        assert [int(item["n"]) for item in dataset] == values
+        assert [item["n"].item() for item in dataset] == values
 
 
 @pytest.mark.parametrize("write", [write_csv, write_json])
@@ -145,3 +157,83 @@ def test_missing_values_beside_large_numbers_stay_missing(tmp_path: Path) -> Non
     for at in (1, 2):
         with pytest.raises(DataError, match=f"row {at} of .*column 'n' has no value"):
             dataset[at]
+
+
+IDS = [2**24 + 1.0, 2**24 + 3.0, 1.7e9]
+
+
+@pytest.mark.parametrize("write", [write_csv, write_json])
+def test_whole_floats_that_float32_would_merge_keep_their_values(
+    tmp_path: Path, piece: int, write: Callable[[Path, list[Any]], Any]
+) -> None:
+    """Decided over all files, whichever has the number that tells; pandas reads the same values."""
+    write(tmp_path / "a", [1, 2.0])
+    write(tmp_path / "b", IDS)
+    kind, read = (Csv, pd.read_csv) if write is write_csv else (JsonLines, read_json_lines)
+    dataset = kind(tmp_path)
+    wanted = [value for file in dataset.files for value in read(file.folder.file(file.name))["n"].tolist()]
+    assert [item["n"].item() for item in dataset] == wanted
+    assert {item["n"].dtype.name for item in dataset} == {"int64"}
+    batch = dataset.read_columns(range(5), ["n"])
+    assert batch is not None
+    assert batch["n"].tolist() == wanted
+    assert dataset.read_values(4, ["n"]) == {"n": wanted[4]}
+    (line,) = dataset.reads_as
+    assert line.endswith(
+        "column 'n' is read as int64, since float32 would change its numbers; types: {n: float32} reads it so"
+    )
+    assert kind(tmp_path, types={"n": "float32"})[3]["n"].dtype.name == "float32"
+    assert kind(tmp_path, types={"n": "float32"}).reads_as == ()
+
+
+@pytest.mark.parametrize("write", [write_csv, write_json])
+def test_whole_floats_of_which_one_is_missing_are_float64(
+    tmp_path: Path, piece: int, write: Callable[[Path, list[Any]], Any]
+) -> None:
+    dataset = write(tmp_path / "a", [*IDS, "" if write is write_csv else None])
+    assert [dataset[at]["n"] for at in range(3)] == IDS
+    assert dataset[0]["n"].dtype.name == "float64"
+    with pytest.raises(DataError, match="column 'n' has no value"):
+        dataset[3]
+
+
+def test_a_file_of_json_lines_that_lacks_the_column_has_its_values_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"t": "a"}\n')
+    (tmp_path / "b.jsonl").write_text('{"t": "b", "n": 16777217.0}\n')
+    value = JsonLines(tmp_path)[1]["n"]
+    assert (value, value.dtype.name) == (16777217.0, "float64")
+
+
+def test_whole_floats_in_lists_and_structs_keep_their_values(tmp_path: Path, piece: int) -> None:
+    rows: list[dict[str, Any]] = [
+        {"ids": [1.0, 16777217.0], "at": {"time": 1.7e9 + 1, "x": 0.5}, "x": [0.5, 16777217.0]},
+        {"ids": [3], "at": {"time": 2.0, "x": 16777217.0}, "x": [1.0]},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first, second = JsonLines(tmp_path)
+    assert [(value.tolist(), str(value.dtype)) for value in (first["ids"], second["ids"])] == [
+        ([1, 16777217], "torch.int64"),
+        ([3], "torch.int64"),
+    ]
+    assert (first["at"]["time"].item(), first["at"]["time"].dtype.name) == (1700000001, "int64")
+    assert (first["at"]["x"].dtype.name, str(first["x"].dtype)) == ("float32", "torch.float32")
+
+
+@pytest.mark.parametrize("zip_codes", [["01234", "90210"], ["90210", '"01234"'], ["7", " 007"], ["-3", "00"]])
+def test_numbers_with_leading_zeros_are_text(tmp_path: Path, piece: int, zip_codes: list[str]) -> None:
+    text = "zip,n,x\n" + "".join(f"{code},{n},0{n}.5\n" for n, code in enumerate(zip_codes))
+    (tmp_path / "b.csv").write_text(text)
+    (tmp_path / "a.csv").write_text("zip,n,x\n12345,0,0\n")
+    dataset = Csv(tmp_path)
+    rows = read_by_python(b"zip,n,x\n12345,0,0\n" + text.encode().partition(b"\n")[2])
+    assert [item["zip"] for item in dataset] == [row["zip"] for row in rows]
+    assert [item["n"] for item in dataset] == [int(row["n"]) for row in rows]
+    assert [item["x"] for item in dataset] == [float(row["x"]) for row in rows]
+    (line,) = dataset.reads_as
+    assert "column 'zip' is read as text, since numbers would lose its leading zeros; types: {zip: int64}" in line
+    assert [item["zip"] for item in Csv(tmp_path, types={"zip": "int64"})] == [int(row["zip"]) for row in rows]
+
+
+def test_long_digits_with_leading_zeros_are_text(tmp_path: Path) -> None:
+    codes = ["00012345678901234567890", "99912345678901234567890"]
+    assert [item["n"] for item in write_csv(tmp_path / "a", codes)] == codes

@@ -345,3 +345,23 @@ def test_masks_tell_documents_apart() -> None:
                 assert bool(mask[row, 0, query, key]) == (of[query] == of[key] and key <= query)
     assert cu_seqlens(ids).tolist() == [0, 2, 4, 5, 6, 8], "a document does not go on in the next row"
     assert cu_seqlens(ids).dtype == torch.int32
+
+
+@pytest.mark.parametrize("batches", [[], [[]]])
+@pytest.mark.parametrize("form", ["file", "stream", "parquet"])
+def test_a_file_without_a_row_adds_no_token(form: str, batches: list[Any], tmp_path: Path) -> None:
+    schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
+    empty, full = tmp_path / f"0.{'parquet' if form == 'parquet' else 'arrow'}", tmp_path / "1.arrow"
+    opened = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream, "parquet": pq.ParquetWriter}[form]
+    with opened(str(empty), schema) as writer:
+        for batch in batches:
+            writer.write_batch(pa.record_batch([pa.array(batch, schema.field(0).type)], schema=schema))
+    arrow_file(full, [[1, 2], [3, 4, 5]])
+    assert [len(Tokens(empty, length=length)) for length in (2, None)] == [0, 0]
+    for paths in ([empty, full], [full, empty]):
+        assert [item["input_ids"].tolist() for item in Tokens(paths)] == [[1, 2], [3, 4, 5]]
+        assert [item["labels"].tolist() for item in Tokens(paths, length=2)] == [[2, 3], [4, 5]]
+        lengths = Tokens(paths).lengths("input_ids")
+        assert (lengths.tolist(), lengths.dtype.kind) == ([2, 3], "u"), "what pack takes"
+    table = (Parquet if form == "parquet" else Arrow)(empty)
+    assert (len(table), table.lengths("input_ids").tolist()) == (0, [])

@@ -7,12 +7,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pandas as pd
+import PIL.Image
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dp_ray
+from dp_ray.data import Csv
 from dp_ray.driver.planning import plan_job
 from dp_ray.engine.step import build_loss
 from dp_ray.errors import Error, JobError, StorageError
@@ -267,3 +270,60 @@ def test_integer_weights_of_positives_are_cast() -> None:
         LOGITS, target, pos_weight=torch.tensor([2.0, 3.0, 4.0]), reduction="none"
     )
     assert torch.equal(loss(LOGITS, target), expected)
+
+
+class Wrapped(Dataset[Any]):
+    """A dataset of a user's own, around another one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset: Any = torch.utils.data.ConcatDataset([dataset])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+def test_what_is_read_otherwise_is_told_by_the_plan_and_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ids are the same in a batch, in what is carried and in the outputs, whichever file has the one that tells."""
+    (tmp_path / "a.csv").write_text("id,zip,x\n1,01234,0.5\n")
+    (tmp_path / "b.csv").write_text("id,zip,x\n16777217.0,90210,1.5\n16777219.0,10001,2.5\n")
+    ids, keys = [1, 16777217, 16777219], {"inputs": ["x"], "outputs": {"carry": ["id", "zip"]}, "batch_size": 2}
+    data = Wrapped(Csv([tmp_path / "a.csv", tmp_path / "b.csv"]))
+    lines = [
+        f"{tmp_path}/a.csv: column 'id' is read as int64, since float32 would change its numbers; "
+        "types: {id: float32} reads it so",
+        f"{tmp_path}/a.csv: column 'zip' is read as text, since numbers would lose its leading zeros; "
+        "types: {zip: int64} reads numbers",
+    ]
+    result = dp_ray.run(model=nn.Identity(), dataset=data, **keys, workers=0, storage=str(tmp_path / "runs"))
+    table = pd.read_parquet(Path(result.run_dir) / "outputs")
+    assert table["id"].tolist() == ids
+    assert table["id"].dtype == "int64"
+    assert table["zip"].tolist() == ["01234", "90210", "10001"]
+    assert [value for batch in result.batches() for value in batch.tolist()] == [0.5, 1.5, 2.5]
+    told = capsys.readouterr().err
+    assert all(told.count(line) == 1 for line in lines)
+
+
+def test_classes_that_differ_between_training_and_evaluation_are_told(tmp_path: Path) -> None:
+    for name in ("train/ant/1.png", "train/bee/2.png", "train/cat/3.png", "test/ant/4.png", "test/cat/5.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.new("RGB", (2, 2)).save(tmp_path / name)
+
+    def plan(**more: Any) -> tuple[str, ...]:
+        test, train = (
+            {"target": "dp_ray.data:Images", "args": {"paths": str(tmp_path / name), **more}}
+            for name in ("test", "train")
+        )
+        keys = keys_of(storage=str(tmp_path), name="run", dataset=train, eval={"dataset": test}, batch_size=2)
+        return plan_job(Job.make({key: value for key, value in keys.items() if key != "quiet"}, "run")).remarks
+
+    assert plan(classes=True) == (
+        "eval.dataset and dataset: the classes bee are in one alone, so their labels differ; give both the same "
+        "class_names",
+    )
+    assert plan(class_names=["ant", "bee", "cat"]) == ()

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 import dp_ray
 from dp_ray.driver.planning import plan_job, prepare
 from dp_ray.errors import DataError, JobError
+from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.plan.costs import plan_table
@@ -332,3 +333,51 @@ def test_a_plan_is_as_small_for_any_number_of_steps(tmp_path: Path) -> None:
     assert plan["evaluate"]["times"] == 26 * 10**6 // 4
     assert plan["checkpoints"] == {"every_steps": 7, "times": 26 * 10**6 // 7 + 1, "keep": 2}
     assert len(json.dumps(plan)) < 1000
+
+
+def own_steps(run: Any, batches: Any) -> None:
+    """A loop of the user's own."""
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for inputs, target in batches:
+        nn.functional.cross_entropy(run.model(inputs), target).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_job_that_says_no_task_trains_with_an_optimizer_or_a_loop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {key: value for key, value in trainings(tmp_path).items() if key != "task"}
+    said = dp_ray.run(**{**given, "task": "train", "name": "said"}, quiet=True)
+    left_out = dp_ray.run(**given)
+    assert left_out.task == "train"
+    assert left_out.weights_sha256 == said.weights_sha256
+    line = "task: train, because the job has optimizer; set task to say another"
+    assert capsys.readouterr().err.count(line) == 1
+    assert line in plan_job(Job.make({**given, "name": "other"}, "run")).remarks
+    assert not [line for line in plan_job(Job.make({**given, "task": "train"}, "run")).remarks if "task:" in line]
+
+    job = Job.make({**given, "optimizer": None}, "run")
+    assert (job.task, job.why_trains) == ("predict", ""), "with one of them, and only then"
+    assert job_from(job, {"optimizer": given["optimizer"]}).task == "train", "what was not said is not kept"
+    assert job_from(Job.make(given, "run"), {"optimizer": None}).task == "predict"
+    assert Job.make({**given, "task": "predict"}, "run").task == "predict"
+    without = {key: value for key, value in given.items() if key not in ("optimizer", "loss", "eval", "metrics")}
+    assert Job.make({**without, "loop": own_steps}, "run").why_trains == "loop"
+    with pytest.raises(JobError, match=r"loss: is missing; .*; task is left out, and is train because of optimizer"):
+        Job.make({**without, "optimizer": given["optimizer"]}, "run")
+
+
+def test_a_prediction_that_an_earlier_version_began_goes_on_as_one(tmp_path: Path) -> None:
+    given = {key: value for key, value in trainings(tmp_path).items() if key != "task"}
+    predicts = {**given, "task": "predict"}
+    whole = dp_ray.run(**{**predicts, "name": "whole"}, quiet=True)
+    run_dir_of(tmp_path, Job.make(predicts, "run"), rows={"dataset": 101})
+    (tmp_path / "run" / "parts").mkdir(exist_ok=True)
+    (tmp_path / "run" / "notes.txt").write_text("it has kept something")
+    plan = plan_job(Job.make(given, "run"))
+    assert plan.remarks[0] == "task: predict, as when this run began; set task to say another"
+    result = dp_ray.run(**given, quiet=True)
+    assert (result.task, result.outputs_sha256) == ("predict", whole.outputs_sha256)
+    with pytest.raises(JobError, match=r"a run of a different job \(task: 'predict' there, 'train' here\)"):
+        dp_ray.run(**given, quiet=True)

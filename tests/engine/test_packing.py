@@ -448,6 +448,17 @@ def test_rows_that_cannot_be_packed_are_named(case: str) -> None:
         list(PackedDataset(dataset, Pack(**{"length": 2, "how": "whole", **keys})))
 
 
+def test_a_row_that_cannot_be_read_for_its_length_is_named() -> None:
+    class Batched(Lists):
+        def __getitems__(self, rows: list[int]) -> list[Any]:
+            return [self[row] for row in rows]
+
+    for kind in (Lists, Batched):
+        says = r"samples? 2 of the rows of dataset raised ValueError: no such text \(pack counts .*a method lengths"
+        with pytest.raises(DataError, match=says):
+            PackedDataset(kind([[1], [2], [3], [4]], raises=[2]), Pack(length=2, how="cut"))
+
+
 def test_lengths_must_be_numbers() -> None:
     class Told(Lists):
         def lengths(self, field: str) -> Any:

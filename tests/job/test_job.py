@@ -35,9 +35,10 @@ def make(**keys: Any) -> Job:
         ),
         ({"on_lost_worker": "go_on", "devices": ["cuda:0"]}, "on_lost_worker: go_on is not built for GPUs yet"),
         ({"on_lost_worker": "stay"}, "on_lost_worker: must be 'go_on' or 'restart', got 'stay'"),
-        ({"name": "a/b"}, "name: must be one folder's name of letters"),
-        ({"name": ".."}, "name: must be one folder's name of letters"),
-        ({"name": ""}, "name: must be one folder's name of letters"),
+        ({"name": "a/b"}, "name: must be one folder's name of at most 200 letters"),
+        ({"name": ".."}, "name: must be one folder's name of at most 200 letters"),
+        ({"name": ""}, "name: must be one folder's name of at most 200 letters"),
+        ({"name": "x" * 201}, "name: must be one folder's name of at most 200 letters"),
         ({"model": 5}, "model: must be a target, like {target: 'jobs.digits:Net', args: {}}, got 5"),
         ({"optimizer": "Adam"}, "optimizer: must be 'module:attribute', like 'torch.optim:Adam', got 'Adam'"),
         (
@@ -163,7 +164,7 @@ def test_what_is_no_job_is_told(given: Any) -> None:
         ({}, ""),
         ({"task": "evaluate", "loss": "torch.nn:CrossEntropyLoss"}, ""),
         ({"task": "train", "loop": "tests.support.loops:plain"}, "loop"),
-        ({"loop": "tests.support.loops:plain"}, ""),
+        ({"task": "predict", "loop": "tests.support.loops:plain"}, ""),
         ({"strategy": "fsdp"}, "strategy: fsdp"),
     ],
 )

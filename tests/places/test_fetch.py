@@ -152,6 +152,82 @@ def test_what_is_there_is_not_overwritten_without_a_word(trained: Path, tmp_path
     assert os.listdir(tmp_path / "other") == ["trained"]
 
 
+@pytest.mark.parametrize("way", ["plain", "linked", "by another path", "within"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_is_not_fetched_over_itself(trained: Path, tmp_path: Path, way: str, overwrite: bool) -> None:
+    """Source and target are one: what was not asked for would be deleted."""
+    storage = tmp_path / "runs"
+    shutil.copytree(trained, storage)
+    folder = storage
+    if way == "linked":
+        folder = tmp_path / "link"
+        folder.symlink_to(storage)
+    elif way == "by another path":  # as a disk that is mounted twice: no path tells, the file's time does
+        folder = tmp_path / "mounted"
+        shutil.copytree(storage, folder)
+    elif way == "within":
+        storage = folder / "trained" / "runs"
+        shutil.copytree(trained, storage)
+    before = digests(tmp_path)
+    with pytest.raises(JobError, match="is where the run lies; fetch into another folder"):
+        bring(storage, folder, "weights", overwrite=overwrite)
+    assert digests(tmp_path) == before
+    assert any("checkpoints/" in name for name in before), "the training keeps some"
+
+
+def test_what_is_in_the_way_is_told_before_anything_comes(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FromHere, "pieces", lambda *_: pytest.fail("files came before it was told"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for number, place in enumerate([tmp_path / "empty", tmp_path / "nowhere", tmp_path / "file"]):
+        folder = tmp_path / f"links-{number}"
+        folder.mkdir()
+        (folder / "trained").symlink_to(place)
+        with pytest.raises(JobError, match=f"trained is a link to {place}; name the folder that is to hold"):
+            bring(trained, folder)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "dangling"):
+        with pytest.raises(JobError, match=rf"{folder.name} is no folder, and cannot be made one: .*another folder"):
+            bring(trained, folder)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_half_done_target_is_completed_or_told(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier run is back if the new one cannot take its place; where a folder is in a file's, that is told."""
+    bring(trained, tmp_path, "page")
+    (tmp_path / "trained" / "weights.safetensors").mkdir()
+    with pytest.raises(
+        StorageError, match=r"weights\.safetensors.*: all files came, and lie in .*same command goes on"
+    ):
+        bring(trained, tmp_path)
+    (tmp_path / "trained" / "weights.safetensors").rmdir()
+    bring(trained, tmp_path)
+    assert digests(tmp_path / "trained") == digests(trained / "trained")
+
+    (tmp_path / "trained" / FETCHED).unlink()
+    (tmp_path / "trained" / "mine.txt").write_text("mine")
+    rename, to_fail = os.rename, [1]
+
+    def fails(source: Any, target: Any) -> None:
+        if str(target) == str(tmp_path / "trained") and to_fail and to_fail.pop():
+            raise OSError(16, "Device or resource busy", str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(StorageError, match=r"busy.*: all files came"):
+        bring(trained, tmp_path, overwrite=True)
+    assert (tmp_path / "trained" / "mine.txt").read_text() == "mine"
+    old = tmp_path / ".dp_ray-fetch-trained" / ".tmp-trained" / "history"  # left by a process that was killed there
+    old.mkdir(parents=True)
+    bring(trained, tmp_path, overwrite=True)
+    assert digests(tmp_path / "trained") == digests(trained / "trained")
+    assert not (tmp_path / ".dp_ray-fetch-trained").exists()
+
+
 def test_an_interrupted_fetch_leaves_nothing_half_and_goes_on(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

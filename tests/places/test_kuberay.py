@@ -17,9 +17,11 @@ import yaml
 
 import dp_ray
 from dp_ray.cli import main
+from dp_ray.cli.in_kubernetes import run_unless_ended
 from dp_ray.cluster.internals.variables import JOB_STOP_WAIT, VARIABLES
 from dp_ray.cluster.submit import Dashboard
 from dp_ray.places.kuberay import ID, LONGEST, final_status, kubernetes_name, note_end, parse_toleration, zipped
+from dp_ray.rundir.lease import held
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster
@@ -168,6 +170,22 @@ def test_for_a_claim_the_code_is_written_here(folder: Path, capsys: pytest.Captu
             ["--storage", "s3://b/r", "--code-in", "/a", "--toleration", "a:No"],
             r"--toleration a:No: must be KEY\[=VA",
         ),
+        *(
+            (["--storage", "s3://b/r", "--code-in", "/a", option, name], f"{option} {says}: must be ")
+            for option, name, says in [
+                ("--namespace", "Team_A", "Team_A"),
+                ("--namespace", "t" * 64, "t" * 64),
+                ("--queue", "a.b", "a.b"),
+                ("--env-from", "S3_KEYS", "S3_KEYS"),
+                ("--service-account", "-a", "-a"),
+                ("--image", "team/Image:1", "team/Image:1"),
+                ("--image", "team/image:1 ", "team/image:1 "),
+                ("--toleration", "sp ot", "sp ot"),
+                ("--toleration", "spot=a/b", "spot=a/b"),
+                ("--selector", "a/b/c=d", "a/b/c"),
+                ("--selector", "pool=a 100", "pool, value a 100"),
+            ]
+        ),
     ],
 )
 def test_what_pods_cannot_do_is_told(
@@ -181,8 +199,12 @@ def test_what_pods_cannot_do_is_told(
 
 def test_names_and_tolerations() -> None:
     assert kubernetes_name("run_20.Nov") == "run-20-nov"
-    assert len(kubernetes_name("x" * 99)) == LONGEST
-    assert not kubernetes_name("x" * (LONGEST - 1) + "_y").endswith("-")
+    long = [kubernetes_name("x" * (LONGEST - 1) + end) for end in ("_y", "_z", "yz")]
+    assert len(set(long)) == 3, "names of runs that differ in their ends stay apart"
+    for name in (*long, *map(kubernetes_name, ("7b-sft", "2026.11", "9" * 99, "___", "_7b", "A" * 47))):
+        assert len(name) <= LONGEST
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name), "DNS-1035, as KubeRay asks of a RayJob"
+    assert kubernetes_name("7b-sft") == "job-7b-sft"
     assert parse_toleration("a=b:NoExecute") == {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute"}
 
 
@@ -278,6 +300,23 @@ def test_the_entrypoint_notes_how_the_job_ended(folder: Path, capsys: pytest.Cap
     again = entrypoint(broken, folder)
     assert again.returncode == 2
     assert "a cluster of this manifest has ended the job with exit status 2, which a new try does not" in again.stderr
+
+
+def test_a_try_beside_an_earlier_one_is_refused_and_ends_the_job_for_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KubeRay may begin a try while pods of another one run: the lease refuses it, and the next may go on."""
+    monkeypatch.setenv(ID, "m")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    run = Storage(str(folder.parent / "runs" / "digits"))
+    run.create()
+    asked = ["jobs/digits.yaml", "--workers", "0", "--name", "digits", "--storage", str(folder.parent / "runs")]
+    with held(run, "the first try", lambda: True):
+        assert run_unless_ended(asked) == 2
+        assert "is being run by" in capsys.readouterr().err
+        assert final_status(run, "m") is None
+    assert run_unless_ended([*asked, "--set", "model=jobs.digits:Nobody"]) == 2
+    assert final_status(run, "m") == 2, "a wrong job ends for good"
 
 
 @pytest.mark.places

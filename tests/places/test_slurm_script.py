@@ -246,3 +246,24 @@ def test_the_exit_status_of_a_job_that_slurm_shows(fields: str, status: int | No
     assert job.reason == ("BeginTime" if job.state == "PENDING" else "")
     assert job.output == "/home/me/my job/slurm-12_2.out"
     assert job.exit_status == status and job.is_over == (status is not None)
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "a/b", "two words", "x" * 300])
+def test_the_script_of_a_job_of_any_name_lies_in_its_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text((ROOT / "jobs" / "digits.yaml").read_text())
+    told: list[str] = []
+
+    def submitted(*command: str) -> str:
+        told.extend(command)
+        return "7"
+
+    monkeypatch.setattr("dp_ray.places.slurm._slurm", submitted)
+    asked = ["slurm", "job.yaml", "--workers", "2", "--job-name", name]
+    done = click.testing.CliRunner().invoke(main.cli, asked)
+    assert done.exit_code == 0, done.output
+    script = Path(told[-1])
+    assert script.parent == Path(".dp-ray")
+    assert f"#SBATCH --job-name={shlex.quote(name)}" in script.read_text()

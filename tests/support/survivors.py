@@ -26,6 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
 from dp_ray.engine import world as engine_world
+from dp_ray.engine.objects import copied_object
 from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.sharded import state as sharded
 from dp_ray.engine.votes import StepControl, StopRequested
@@ -365,8 +366,10 @@ def _work(pipe: Any, slot: int, job: Job, folder: str, plans: str, faults: list[
         pipe.send(("raised", traceback.format_exc()))
 
 
-def _run_views(pipe: Any, job: Job, folder: str, control: Control, held: Held, send: Callable[[Any], None]) -> None:
-    has_lost_peer = False
+def _run_views(
+    pipe: Any, packed: Job, folder: str, control: Control, held: Held, send: Callable[[Any], None]
+) -> None:
+    has_lost_peer, job = False, None
     while True:
         pipe.send(("ask", (held.finished, has_lost_peer)))
         given = pipe.recv()
@@ -376,6 +379,7 @@ def _run_views(pipe: Any, job: Job, folder: str, control: Control, held: Held, s
         is_whole, has_lost_peer = False, True
         try:
             form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size))
+            job = job or copied_object(packed)
             run_task(job, World(rank, size), Storage(folder), send, control, held=held)
             pipe.send(("through", control.view))
             is_whole = pipe.recv()
@@ -388,6 +392,8 @@ def _run_views(pipe: Any, job: Job, folder: str, control: Control, held: Held, s
                 raise
             without_frames(lost)
             cut_groups()
+        if held.lets_go():
+            job = None
         held_open = dict(engine_world._sockets)
         free_memory()
         leave_group()

@@ -1,5 +1,6 @@
 """Workers that go on where others are killed, in real processes: the bits of one undisturbed process."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from dp_ray.job.job import Job
 from tests.support.group import history_of, run_group, weights_of
 from tests.support.loops import keys_of
 from tests.support.survivors import Fault, run_surviving
-from tests.support.training import Pairs
-from tests.support.trainings import job_of
+from tests.support.training import Pairs, mlp
+from tests.support.trainings import SGD, job_of
 from tests.tasks.test_loops import PPO
 
 KEYS: dict[str, Any] = {
@@ -327,3 +328,125 @@ def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tm
     # A copy of the model that is held for each view would be 60 MB.
     assert max(size.memory for size in late) - max(size.memory for size in early) < 30e6
     assert_same(tmp_path / "run", expected)
+
+
+class Early(torch.nn.Module):
+    """Its first forward writes a buffer that no state_dict has, and makes another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.seen:
+            self.seen.fill_(1)
+            self.scale.fill_(0.5)
+            self.register_buffer("shift", torch.tensor([0.0, 0.5, -0.5]), persistent=False)
+        return self.linear(inputs) * self.scale + self.shift
+
+
+class Growing(torch.nn.Module):
+    """A loss that counts its calls, and weighs by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.calls / 10 * torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+class Counting:
+    """A loop that wraps parts of the model, and weighs the loss by the number of its steps."""
+
+    def __init__(self, model: torch.nn.Sequential) -> None:
+        self.body, self.head = model[:-1], model[-1]
+        self.steps = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        outputs = self.head(self.body(batch[0]))
+        return self.steps / 10 * torch.nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+
+    def __call__(self, run: Any) -> None:
+        update = run.optimizer(torch.optim.SGD(run.model.parameters(), 0.1, 0.9))
+        for step in run.steps():
+            self.steps += 1
+            step.backward(self.loss, of=run.model)
+            update.step()
+
+
+class Fading(Pairs):
+    """An object whose rows grow each time that they are read, as one that caches what it has drawn."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.inputs[index] *= 2
+        return super().__getitem__(index)
+
+
+BEST: dict[str, Any] = {
+    "eval": {**KEYS["eval"], "every_steps": 3},
+    "checkpoint": {"every_steps": 9, "best": "eval_loss"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "faults"),
+    [
+        ("fsdp", {"strategy": "fsdp", "bitwise": True}, [Fault(0, 2), Fault(1, 1, "backward")]),
+        ("ddp", BEST, [Fault(0, 2, "checkpoint")]),  # the others have trained on from weights that nobody kept
+        ("loop", {}, [Fault(0, 2), Fault(1, 1, "backward")]),
+    ],
+)
+def test_objects_begin_anew_where_step_0_runs_again(
+    tmp_path: Path, kind: str, keys: dict[str, Any], faults: list[Fault]
+) -> None:
+    """A model, a loss, a loop that counts, and a dataset: of the lost views nothing is left in them."""
+    torch.manual_seed(0)
+    model, loss, data = mlp(), Growing(), Fading()
+    loop = Counting(model)
+    plain = copy.deepcopy(loop)
+    job = {"task": "train", "model": model, "dataset": data, "shards": 3, "batch_size": 22, "workers": 3}
+    job |= {"loop": loop} if kind == "loop" else {"loss": loss, "optimizer": SGD}
+    told = run_surviving(Job.make({**job, **keys}, "job"), tmp_path / "run", faults)
+    assert told.ran.count((2, 0)) >= 2 and sorted(told.died) == sorted(fault.slot for fault in faults)
+
+    sgd = torch.optim.SGD([*plain.body.parameters(), *plain.head.parameters()], 0.1, 0.9)
+    for batch in zip((2 * data.inputs).split(22), data.targets.split(22), strict=True):
+        sgd.zero_grad()
+        plain.steps += 1
+        plain.loss(batch).mean().backward()
+        sgd.step()
+    expected = [*plain.body.parameters(), *plain.head.parameters()]
+    for found, tensor in zip(weights_of(tmp_path / "run").values(), expected, strict=True):
+        torch.testing.assert_close(found, tensor.detach())
+
+
+def plainly_trained(epochs: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model, loss, data = Early(), Growing(), Pairs()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    for _ in range(epochs):
+        for inputs, targets in zip(data.inputs.split(22), data.targets.split(22), strict=True):
+            sgd.zero_grad()
+            loss(model(inputs), targets).mean().backward()
+            sgd.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_what_forwards_have_written_early_survives_the_loss_of_any_rank(tmp_path: Path, slot: int) -> None:
+    """Also in the checkpoints that another worker writes then, from which other processes go on."""
+    made_by: dict[str, Any] = {"loss": f"{__name__}:Growing", "shuffle": False, "checkpoint": {"every_steps": 1}}
+    keys = {**made_by, "eval": None, "ema": None, "epochs": 4}
+    job = made({"target": f"{__name__}:Early"}, workers=3, **keys)
+    undisturbed(tmp_path, {"target": f"{__name__}:Early"}, **keys)
+    others = [Fault(other, 14) for other in range(3) if other != slot]
+    told = run_surviving(job, tmp_path / "run", [Fault(slot, 6, "update"), *others])
+    assert sorted(told.died) == [0, 1, 2]
+    run_group(job, tmp_path / "run")
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")
+    for name, tensor in plainly_trained(4).items():
+        torch.testing.assert_close(weights_of(tmp_path / "run")[name], tensor)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import posixpath
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from dp_ray.system.threads import repeated
 from dp_ray.tables import write_table
 from dp_ray.trackers import feed as feeds
 from dp_ray.trackers import process
+from dp_ray.trackers.clients import mlflow_name
 from dp_ray.trackers.feed import TRACKED_JSON, TRACKERS, TrackedRun, about_run
 from dp_ray.trackers.process import RunTrackers, TrackerProcess
 from tests.support.builders import run_dir_of
@@ -577,3 +580,30 @@ def test_a_step_that_takes_long_keeps_no_row_from_the_tracker(
     (tmp_path / "seen").touch()
     run.join(120)
     assert [row["step"] for row in rows_told(site)] == list(range(results[0].total_steps))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loss_of_web (en)",
+        "args.x[0]",
+        "a//b",
+        "a/",
+        "/a",
+        "../x",
+        "..",
+        ".",
+        "./a",
+        "a/./b",
+        "x" * 300,
+        "a\nb",
+        "ü:%",
+    ],
+)
+def test_mlflow_takes_any_name_of_a_parameter_or_metric(name: str) -> None:
+    """By the rule that MLflow states in its errors: some letters, and no path that leads to another name."""
+    sent = mlflow_name(name)
+    assert re.fullmatch(r"[/\w.\- ]*", sent)
+    assert len(sent) <= 250
+    assert not sent or (posixpath.normpath(sent) == sent and not sent.startswith(("..", "/")) and sent != ".")
+    assert mlflow_name("eval_loss.of/web-2") == "eval_loss.of/web-2"
