@@ -111,7 +111,7 @@ MUTANTS = [
         "engine/update.py",
         "return None if weight == rows else 0.0 if weight <= 0 else rows / weight",
         "return 0.0 if weight <= 0 else None",
-        "tests/engine/test_loss.py",
+        "tests/engine/test_trainer.py::test_ragged_rows_count_by_their_tokens",
     ),
     Mutant(
         "a mask of labels: only torch's own number is left out, whatever ignore_index is",
@@ -252,7 +252,7 @@ MUTANTS = [
         "parallel/weights.py",
         "copies[index] = _copy(tensors[index])",
         "copies[index] = tensors[index]",
-        "tests/parallel/test_module_watch.py",
+        "tests/parallel/test_module_watch.py::test_each_change_of_a_tensor_in_place_is_seen",
     ),
 ]
 
@@ -297,7 +297,9 @@ SHOWN = {
     "drawn: NotFiniteFinder._on_output: `self.output is None`": (
         "tests/tasks/test_replay.py::test_a_poisoned_row_in_10000_is_named_first"
     ),
-    "drawn: InspectedPass._look: `model.debugs_in[0] == len(model.found)`": "tests/tasks/test_replay_of_loops.py",
+    "drawn: InspectedPass._look: `model.debugs_in[0] == len(model.found)`": (
+        "tests/tasks/test_replay_of_loops.py::test_the_debugger"
+    ),
 }
 # What is drawn and not counted, with the reason: the next one is drawn in its place.
 PASSED_OVER = {
