@@ -14,20 +14,23 @@ import hashlib
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 BELOW, ON_RAY, FULL = (f"{marks} and not places" for marks in ("not full and not ray", "not full and ray", "full"))
 MOST = 2  # that `make full` alone may catch
 LIMIT = 1500  # seconds of one run of pytest: a test that hangs has failed
+PASSED, NONE_CHOSEN = 0, 5  # pytest's status
 SEED, DRAWN = 67, 10
 PACKAGES = ("plan", "engine", "rundir", "outputs")  # from which the others are drawn
 
@@ -354,17 +357,12 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        clone = ["git", "clone", "--quiet", "--shared", str(ROOT), str(folder)]
-        subprocess.run(clone, check=True)
+        subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(folder)], check=True)
         (folder / ".venv").symlink_to(Path(sys.prefix))
         self.environment = {**os.environ, "PYTHONPATH": str(folder)}
-        shown = self._python("-c", "import dp_ray; print(dp_ray.__file__)")
-        assert Path(shown.strip()).is_relative_to(folder), f"the copy's tests would import {shown}"
-
-    def _python(self, *words: str) -> str:
-        command = [sys.executable, *words]
-        done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
-        return done.stdout + done.stderr
+        look = [sys.executable, "-c", "import dp_ray; print(dp_ray.__file__)"]
+        found = subprocess.run(look, cwd=folder, env=self.environment, check=True, capture_output=True, text=True)
+        assert Path(found.stdout.strip()).is_relative_to(folder), f"the copy's tests would import {found.stdout}"
 
     def change(self, mutant: Mutant) -> str:
         """Break the copy; return what it was."""
@@ -380,25 +378,25 @@ class Copy:
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
     def failed(self, marks: str, tests: list[str]) -> tuple[str, str]:
-        """Run tests until one fails; return its name, empty if none did, and the end of what pytest says."""
+        """Run tests until one fails; return its name, empty if none did, and what pytest says."""
         command = [sys.executable, "-m", "pytest", "-x", "-m", marks, *tests]
         with tempfile.TemporaryFile("w+") as said:
-            given = {"cwd": self.folder, "env": self.environment, "start_new_session": True}
-            process = subprocess.Popen(command, stdout=said, stderr=said, **given)  # type: ignore[call-overload]
+            process = subprocess.Popen(command, stdout=said, stderr=said, cwd=self.folder, env=self.environment)
             try:
-                status = process.wait(LIMIT)
+                status: int | None = process.wait(LIMIT)
             except subprocess.TimeoutExpired:
                 status = None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
+                process.wait()
             said.seek(0)
             text = said.read()
-        if status in (0, 5):  # 5: none of these has the marks
+        if status in (PASSED, NONE_CHOSEN):
             return "", text
         names = re.findall(r"^(?:FAILED|ERROR) (\S+::\w+)", text, re.M)
-        return names[0] if names else f"no test by name (status {status})", text
+        ended = f"took more than {LIMIT} s" if status is None else f"ended with status {status}"
+        return names[0] if names else f"pytest {ended}", text
 
 
 def caught(copy: Copy, mutant: Mutant) -> tuple[str, str]:
@@ -438,6 +436,10 @@ def main(words: list[str]) -> int:
     in_full, missed = 0, 0
     with tempfile.TemporaryDirectory(prefix="dp-ray-mutants-") as made:
         copy = Copy(Path(made, "copy"))
+        showing = sorted({each.shows for each in wanted if each.shows})
+        test, text = copy.failed("not full and not places", showing) if showing else ("", "")
+        if test:
+            sys.exit(f"{text[-2000:]}\nthis fails where nothing is broken: {test}")
         for mutant in wanted:
             began, before = time.monotonic(), copy.change(mutant)
             test, marks = caught(copy, mutant)
