@@ -104,6 +104,18 @@ def test_another_parameter_of_the_same_form_is_other_elements_alone() -> None:
     assert watch.look(bare).changed_since(before) == (0,)
 
 
+def test_each_change_of_a_tensor_in_place_is_seen() -> None:
+    bare, watch, inputs = nn.Linear(3, 2), ModuleWatch(CloudPickler), torch.randn(5, 3)
+    before = watch.look(bare)
+    for _ in range(3):  # as by three steps of an optimizer
+        with torch.no_grad():
+            bare.weight.mul_(2)
+        after = watch.look(bare)
+        assert after.changed_since(before) == (0,)
+        assert torch.equal(shipped(after)(inputs), bare(inputs))
+        before = after
+
+
 def test_a_parametrized_module_is_seen_as_itself() -> None:
     bare, watch = parametrizations.spectral_norm(nn.Linear(3, 3)).eval(), ModuleWatch(CloudPickler)
     version = watch.look(bare)

@@ -474,3 +474,15 @@ def test_relative_storage_in_a_shipped_folder_is_under_the_home(
     monkeypatch.chdir(shipped)
     assert located(job_of().storage).path == f"{Path.home()}/runs"
     assert located(job_of(storage=f"{tmp_path}/x").storage).path == f"{tmp_path}/x"
+
+
+def test_a_driver_writes_nothing_more_once_another_one_has_claimed_its_run(tmp_path: Path) -> None:
+    first = run_dir_of(tmp_path, job_of())
+    first.storage.child(PARTS).write_text("early", "x")
+    second = run_dir_of(tmp_path, job_of())
+    with pytest.raises(StorageError):
+        first.storage.child(PARTS).write_text("late", "x")
+    with pytest.raises(StorageError):
+        first.storage.write_text("result.json", "{}")
+    second.storage.write_text("its own", "x")
+    assert second.storage.child(PARTS).names() == ["early"] and not second.storage.exists("result.json")

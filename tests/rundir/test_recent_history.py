@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from dp_ray.rundir.history import HISTORY, RecentHistory, history_so_far
+import pyarrow as pa
+
+from dp_ray.rundir.history import HISTORY, METRICS, RecentHistory, history_so_far
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
 from tests.support.reported import history
@@ -57,3 +59,13 @@ def test_a_step_that_runs_again_replaces_what_was_there(tmp_path: Path) -> None:
     write_table(run.child(""), "recent.parquet", history(2))
     second.save()
     assert len(losses(run)) == 2, "nothing is written where there is nothing"
+
+
+def test_of_a_step_that_a_longer_training_runs_again_the_newest_row_counts(tmp_path: Path) -> None:
+    """It goes on from a checkpoint before the end that it had; its merged history is there still."""
+    run = Storage(str(tmp_path))
+    write_table(run, METRICS, pa.Table.from_pylist(rows(0, 6, 1.0)))
+    recent = RecentHistory(run)
+    recent.add(rows(4, 8, 2.0))
+    recent.save()
+    assert losses(run) == [(step, 1.0 if step < 4 else 2.0) for step in range(8)]
