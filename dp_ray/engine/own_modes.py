@@ -20,16 +20,16 @@ from dp_ray.text import listed
 @contextmanager
 def returning(model: nn.Module) -> Iterator[None]:
     """Call `train()` and `eval()` after the block, so that all modules have the modes of before."""
-    mode, parts = model.training, modes_of(model)
+    mode, parts = model.training, _modes_of(model)
     try:
         yield
     finally:
-        _call(inner(model), mode, parts)
+        _call(_inner(model), mode, parts)
 
 
 def begin_to_train(model: nn.Module) -> None:
     """Call `train()`; a part that was built in eval mode stays so, but not a model that came so as a whole."""
-    set_modes(model, True, modes_of(model) if model.training else {})
+    set_modes(model, True, _modes_of(model) if model.training else {})
 
 
 def set_modes(model: nn.Module, mode: bool, parts: Mapping[nn.Module, bool] | None = None) -> None:
@@ -37,7 +37,7 @@ def set_modes(model: nn.Module, mode: bool, parts: Mapping[nn.Module, bool] | No
 
     Raises ModelError if that writes a sharded parameter, of which each worker has a part.
     """
-    model = inner(model)
+    model = _inner(model)
     before = _digests_of_shards(model)
     _call(model, mode, parts or {})
     if written := [name for name, digest in _digests_of_shards(model).items() if before.get(name) != digest]:
@@ -57,12 +57,12 @@ def _call(module: nn.Module, mode: bool, parts: Mapping[nn.Module, bool], around
         _call(child, parts.get(child, mode), parts, mode)
 
 
-def inner(model: nn.Module) -> nn.Module:
+def _inner(model: nn.Module) -> nn.Module:
     """Return the model in a compiled one, whose `eval()` would call the model's `train(False)`."""
     return getattr(model, "_orig_mod", model)
 
 
-def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
+def _modes_of(model: nn.Module) -> dict[nn.Module, bool]:
     """Return whether each module of a model is in train mode."""
     return {module: module.training for module in model.modules()}
 
