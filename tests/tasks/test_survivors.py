@@ -335,7 +335,8 @@ class Early(torch.nn.Module):
             self.seen.fill_(1)
             self.scale.fill_(0.5)
             self.register_buffer("shift", torch.tensor([0.0, 0.5, -0.5]), persistent=False)
-        return self.linear(inputs) * self.scale + self.shift
+        outputs: torch.Tensor = self.linear(inputs) * self.scale + self.shift
+        return outputs
 
 
 class Growing(torch.nn.Module):
