@@ -219,6 +219,7 @@ def run_assigned(
         with heartbeat if view is None else nullcontext():
             if assigned.job is None:
                 assigned.job = unpacked(packed, world)[0].job
+            assert assigned.job is not None
             run_task(
                 assigned.job,
                 world,

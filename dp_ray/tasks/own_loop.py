@@ -525,7 +525,7 @@ def _filled(
     if isinstance(new, torch.Tensor):
         made[path] = _tensor_filled(old, new, filled)
     elif isinstance(new, tuple):
-        before = old if isinstance(old, tuple) else ()
+        before: Any = old if isinstance(old, tuple) else ()
         parts = enumerate(zip_longest(before[: len(new)], new))
         items = tuple(_filled(was, item, (*path, at), same, made, filled) for at, (was, item) in parts)
         is_old = len(items) == len(before) and all(map(operator.is_, items, before))
@@ -535,10 +535,10 @@ def _filled(
         into = made[path] = old if is_own else type(new)()
         filled.add(id(into))
         if isinstance(new, dict):
-            before = dict(into)
+            earlier = dict(into)
             into.clear()
             for key, item in new.items():
-                into[key] = _filled(before.get(key), item, (*path, key), same, made, filled)
+                into[key] = _filled(earlier.get(key), item, (*path, key), same, made, filled)
         else:
             pairs = enumerate(zip_longest(into[: len(new)], new))
             into[:] = [_filled(was, item, (*path, at), same, made, filled) for at, (was, item) in pairs]

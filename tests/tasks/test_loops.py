@@ -807,7 +807,9 @@ def test_a_resumed_loop_finds_each_kind_of_state_as_it_was(tmp_path: Path) -> No
     held: list[Any] = []
 
     def loop(run: dp_ray.Loop) -> None:
-        table, rows, seen, twice = torch.zeros(2), [], Counter(), torch.zeros(1)
+        table, twice = torch.zeros(2), torch.zeros(1)
+        rows: list[int] = []
+        seen: Counter[int] = Counter()
         state: Any = {"by": defaultdict(list), "order": OrderedDict(a=0, b=0), "rows": rows, "again": {"rows": rows}}
         state |= {"pair": (table, "b"), "point": Point(3, table), "rate": np.float32(0.1), "twice": [twice, twice]}
         state["self"] = state

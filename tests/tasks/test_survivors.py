@@ -333,6 +333,10 @@ def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tm
 class Early(torch.nn.Module):
     """Its first forward writes a buffer that no state_dict has, and makes another one."""
 
+    seen: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(6, 3)
@@ -344,11 +348,14 @@ class Early(torch.nn.Module):
             self.seen.fill_(1)
             self.scale.fill_(0.5)
             self.register_buffer("shift", torch.tensor([0.0, 0.5, -0.5]), persistent=False)
-        return self.linear(inputs) * self.scale + self.shift
+        outputs: torch.Tensor = self.linear(inputs) * self.scale + self.shift
+        return outputs
 
 
 class Growing(torch.nn.Module):
     """A loss that counts its calls, and weighs by their number."""
+
+    calls: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +369,7 @@ class Growing(torch.nn.Module):
 class Counting:
     """A loop that wraps parts of the model, and weighs the loss by the number of its steps."""
 
-    def __init__(self, model: torch.nn.Sequential) -> None:
+    def __init__(self, model: Any) -> None:
         self.body, self.head = model[:-1], model[-1]
         self.steps = 0
 
@@ -414,10 +421,10 @@ def test_objects_begin_anew_where_step_0_runs_again(
     assert told.ran.count((2, 0)) >= 2 and sorted(told.died) == sorted(fault.slot for fault in faults)
 
     sgd = torch.optim.SGD([*plain.body.parameters(), *plain.head.parameters()], 0.1, 0.9)
-    for batch in zip((2 * data.inputs).split(22), data.targets.split(22), strict=True):
+    for batch in zip(*(torch.split(rows, 22) for rows in (2 * data.inputs, data.targets)), strict=True):
         sgd.zero_grad()
         plain.steps += 1
-        plain.loss(batch).mean().backward()
+        torch.autograd.backward(plain.loss(batch).mean())
         sgd.step()
     expected = [*plain.body.parameters(), *plain.head.parameters()]
     for found, tensor in zip(weights_of(tmp_path / "run").values(), expected, strict=True):
@@ -429,9 +436,9 @@ def plainly_trained(epochs: int) -> dict[str, torch.Tensor]:
     model, loss, data = Early(), Growing(), Pairs()
     sgd = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     for _ in range(epochs):
-        for inputs, targets in zip(data.inputs.split(22), data.targets.split(22), strict=True):
+        for inputs, targets in zip(*(torch.split(rows, 22) for rows in (data.inputs, data.targets)), strict=True):
             sgd.zero_grad()
-            loss(model(inputs), targets).mean().backward()
+            torch.autograd.backward(loss(model(inputs), targets).mean())
             sgd.step()
     return model.state_dict()
 
