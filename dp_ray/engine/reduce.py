@@ -242,7 +242,7 @@ class DdpReduction(Reduction):
         self._finds_unused, self._say = finds_unused, say
         self._unused: list[str] = []  # by this worker in this pass
         self._known: set[str] | None = None  # what no worker used in the first pass; None before it
-        self._reached: dict[tuple[str, ...], list[str]] = {}
+        self._walked: dict[tuple[str, ...], list[str]] = {}
         self._step, self._adds = 0, False
         self._work: Work = None
         for parameter in self._reduced.values():
@@ -323,10 +323,10 @@ class DdpReduction(Reduction):
         if not loss.requires_grad:
             return left
         key = tuple(left)
-        if key not in self._reached:  # to walk through a graph takes a microsecond for each of its functions
+        if key not in self._walked:  # to walk through a graph takes a microsecond for each of its functions
             reached = leaves_of([loss])
-            self._reached[key] = [name for name in left if id(self._reduced[name]) not in reached]
-        return self._reached[key]
+            self._walked[key] = [name for name in left if id(self._reduced[name]) not in reached]
+        return self._walked[key]
 
     def _send(self, stats: torch.Tensor) -> None:
         """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""

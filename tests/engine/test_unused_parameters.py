@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
+import dp_ray
+from dp_ray.job.job import Job
 from dp_ray.messages import Note
 from tests.support.group import ProcessExit, run_group, weights_of
 from tests.support.training import plain_loop
@@ -65,7 +67,7 @@ class Mixture(nn.Module):
 
     def forward(self, hidden: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
         made = torch.zeros_like(hidden)
-        for number in routes.unique().tolist():
+        for number in routes.unique().tolist():  # type: ignore[no-untyped-call]
             rows, expert = routes == number, self.experts[number]
             of_rows = checkpoint(expert, hidden[rows], use_reentrant=True) if self.reentrant else expert(hidden[rows])
             made[rows] = torch.tanh(of_rows)
@@ -192,3 +194,28 @@ def test_a_layer_that_nothing_would_train_once_it_thaws_is_named(
 ) -> None:
     with pytest.raises(ProcessExit, match=says):
         run_group(freezing_job(workers, **keys), tmp_path)
+
+
+def thawing(run: dp_ray.Loop) -> None:
+    """A loop whose optimizer holds a layer that is frozen in some steps, the first ones too."""
+    update = run.optimizer(torch.optim.SGD(run.model.parameters(), **OPTIMIZERS["SGD"]))
+
+    def loss(batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(run.model(batch[0]), batch[1], reduction="none")
+
+    for step in run.steps():
+        run.model.first.requires_grad_(step.number % len(BATCHES) not in (0, 1, 3))
+        step.backward(loss, run.model)
+        update.step()
+
+
+@pytest.mark.slow
+def test_a_loop_whose_optimizer_holds_a_frozen_layer_trains_it_once_it_thaws(tmp_path: Path) -> None:
+    model = initial(Freezing, [0, 1, 3])
+    plain = torch.optim.SGD(model.parameters(), **OPTIMIZERS["SGD"])
+    losses = plain_loop(model, Numbered(), 6, 2, mean_loss, plain, order_of=lambda _: range(len(ROUTES)))
+    for workers in (1, 2, 3):
+        given = freezing_job(workers, thaws=True, checkpoint={"every_steps": 1}).model_dump(exclude_unset=True)
+        keys = {key: value for key, value in given.items() if key not in ("loss", "optimizer")}
+        run_group(Job.make({**keys, "loop": {"target": f"{HERE}:thawing"}}, "job"), tmp_path / str(workers))
+        assert_close(tmp_path / str(workers), model, losses, 3e-6)

@@ -112,7 +112,9 @@ class ShardedReduction(Reduction):
         modes = list(map(REQUIRES_GRAD, parameters))
         if modes != self._modes:
             units = [unit for unit, now, before in zip(self._units, modes, self._modes, strict=True) if now != before]
-            names = listed([str(unit._param_fqn) for unit in units])
+            modules = {module: name for name, module in self._sharded.model.named_modules()}
+            held = [unit._module_info for unit in units]
+            names = listed([f"{modules[info.module]}.{info.param_name}".lstrip(".") for info in held])
             raise ModelError(
                 f"requires_grad of {names} has changed since the model was built, which strategy: fsdp does not "
                 "follow; take strategy: ddp"
