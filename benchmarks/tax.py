@@ -28,7 +28,7 @@ from benchmarks.turns import take_turns
 from dp_ray.engine import loading
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.forward_state import ForwardState
-from dp_ray.engine.random import ForwardSeeds, RngProbe
+from dp_ray.engine.random import ForwardSeeds, SampleSeeds
 from dp_ray.engine.votes import StepControl, StepSums
 from dp_ray.engine.world import World
 from dp_ray.telemetry.shapes import Probe, Recorder
@@ -128,7 +128,7 @@ def _loop(
 
 # What a step does for promises that the other libraries do not make, by the methods that do it.
 PROMISES: dict[str, list[tuple[Any, str]]] = {
-    "seeds": [(ForwardSeeds, "begin"), (loading, "seed_all"), (RngProbe, "begin"), (RngProbe, "is_broken")],
+    "seeds": [(ForwardSeeds, "begin"), (loading, "seed_all"), (SampleSeeds, "begin"), (SampleSeeds, "learn")],
     "votes and sums": [(StepSums, "begin"), (StepSums, "put"), (StepSums, "total")],
     "what forwards write": [
         (ForwardState, "begin"),

@@ -28,7 +28,7 @@ READS = (
 OF_DATA = {
     "Arrow": ["paths", "columns", "decode", "cache_bytes"],
     "Csv": ["paths", "columns", "types", "decode", "delimiter", "names", "cache_bytes"],
-    "Images": ["paths", "classes", "height", "width"],
+    "Images": ["paths", "classes", "height", "width", "class_names"],
     "JsonLines": ["paths", "columns", "types", "decode", "cache_bytes"],
     "Mix": ["sources", "weights", "stop", "fields"],
     "Parquet": ["paths", "columns", "decode", "cache_bytes"],

@@ -127,6 +127,7 @@ class Channel:
         self._num_workers = 1  # of these
         self._lost: set[int] = set()  # the slots of those that are lost, until others are there in their places
         self._is_mended = False  # some were lost, and the others stay
+        self._given: dict[int, float] = {}  # when a job was given to the slots that have not said that they have it
         self._lost_group = ""  # of the workers whose job was given up
         self._fired: set[int] = set()  # the numbers of faults that were injected
         self._ended: dict[str, set[int]] = {}  # the ranks that have ended, by attempt
@@ -231,17 +232,24 @@ class Channel:
         """
         if group and group != self._group:
             self._group, self._num_workers, self._lost, self._is_mended = group, num_workers, set(), False
+            self._given = {}
         self._lost.discard(slot)
         self._phase = []  # this worker has started
         async with self._changed:
             while not self._is_closed:
                 if not group or group != self._lost_group:
                     if self._terms.number > after:
+                        self._given[slot] = time.monotonic()
                         return self._terms, self._job
                     if self._request.ask is Ask.RESTART and self._terms is IDLE:
                         return Ask.RESTART
                 await self._changed.wait()
             return Ask.STOP
+
+    async def has_job(self, slot: int) -> None:
+        """Note that the worker in a slot has the job that it was given: it does not stand still."""
+        self._given.pop(slot, None)
+        self._lost.discard(slot)
 
     async def ended(self, number: int) -> None:
         """Return once job `number` has ended, or the workers are to leave."""
@@ -330,9 +338,17 @@ class Channel:
             return self._groups[-1], self._membership.view
 
     async def gone(self, number: int, names: list[str]) -> set[str]:
-        """Return those of these processes without which job `number` goes on, though they may live."""
+        """Return those of these processes without which job `number` goes on, though they may live.
+
+        They are waited for: a member among them that has given no sign for long is left out.
+        """
         there = self._membership if number == self._terms.number else None
-        return {name for name in names if there is not None and there.is_gone(name)}
+        if there is None:
+            return set()
+        async with self._changed:
+            self._exclude_silent(there, [member.name for member in there.view.members if member.name in names])
+            self._settle(there)
+        return {name for name in names if there.is_gone(name)}
 
     async def exclude(self, number: int, name: str, why: str) -> None:
         """Have job `number` go on without the process of this name."""
@@ -409,17 +425,28 @@ class Channel:
         self._changed.notify_all()
 
     def _leave_silent_out(self, membership: Membership) -> None:
-        """Exclude members that have given no sign for long, or compute for longer than a step may take."""
+        """Exclude members that have given no sign for long, or compute for longer than a step may take.
+
+        The first view waits for no worker that was idle, and does not take the job since it stands still.
+        """
+        now, step = time.monotonic(), self._terms.step
+        if not membership.view.number:
+            self._lost |= {slot for slot, given in self._given.items() if now - given >= self._terms.rejoin}
+            membership.expected = self._expected()
+            self._settle(membership)
         if not membership.is_breaking:
             return
-        now, rejoin, step = time.monotonic(), self._terms.rejoin, self._terms.step
         self._breaks_since = self._breaks_since or now
         awaited = [member.name for member in membership.awaited()]
-        silent = [name for name in awaited if now - self._heard.get(name, 0.0) >= rejoin]
-        membership.exclude(silent, f"it gave no sign for {rejoin:g} s (timeouts.rejoin)")
+        self._exclude_silent(membership, awaited)
         if step is not None and now - self._breaks_since > step:
             membership.exclude(awaited, f"it did not leave its step within {step:g} s (timeouts.step)")
         self._settle(membership)
+
+    def _exclude_silent(self, membership: Membership, names: list[str]) -> None:
+        late, rejoin = time.monotonic() - self._terms.rejoin, self._terms.rejoin
+        silent = [name for name in names if self._heard.get(name, late) <= late]
+        membership.exclude(silent, f"it gave no sign for {rejoin:g} s (timeouts.rejoin)")
 
     async def survey(self, number: int, slots: tuple[int, ...]) -> Loss | None:
         """Return what the loss of the processes in these slots would be, as Ray Train numbers them.

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.channel import GROUP, WorkerConfig, send
@@ -130,7 +131,7 @@ def process_group(
     }
     with environment({name: str(value) for name, value in places.items()}):
         with _group_errors():
-            form_group(backend, store, world, step_seconds, timeout if view else None)
+            form_group(backend, store, world, step_seconds, timeout if view else None, CloudPickler)
         yield
 
 

@@ -37,6 +37,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
         if answer is Ask.RESTART:
             raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
         terms, given = answer
+        worker.channel.has_job.remote(rank)
         job_number = terms.number
         if terms.serves:
             import_module(MODULES).serve(worker, terms, *given)

@@ -27,11 +27,11 @@ from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Ending, Finished, Logged, WorkerExit, WorkerReady
 from dp_ray.monitor.faults import Fault
-from dp_ray.rundir.claim import check_shared
+from dp_ray.rundir.claim import check_shared, kept_modes
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
-from dp_ray.system.imports import imported_files
+from dp_ray.system.imports import import_from, imported_files
 from dp_ray.system.process import environment
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.isolation import isolated
@@ -57,16 +57,17 @@ class Assignment:
     rows: Mapping[str, int] = field(default_factory=dict)
 
 
-def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]) -> None:
+def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str], folders: list[str]) -> None:
     """Run the job's task on this worker, with `env` set, and report to the driver what happens.
 
-    `packed` refers to the job's Assignment, packed.
+    `packed` refers to the job's Assignment, packed. Modules are found in the script's `folders` too.
     """
     node_id, here = ray.get_runtime_context().get_node_id(), place_of_worker(terms.workers)
     worker = replace(worker, number=terms.number, kind=terms.kind, node_id=node_id)
     attempt = f"{os.environ[GROUP]}-{terms.number}"
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
     with isolated() as remains, environment(env), prints as lines:
+        import_from(folders)
         if terms.goes_on:
             ended = run_in_views(worker, packed, attempt, here, lines)
         else:
@@ -122,8 +123,9 @@ def hold_in_advance(assigned: Assignment, here: World, held: Held) -> None:
     """Build what a newcomer will need, while the others train without it."""
     assert assigned.job is not None
     job = assigned.job.for_task()
-    with settings_of(job, here):
-        hold_in_memory(Context(job, here, Storage(assigned.run_dir), lambda _: None, held=held))
+    run = Storage(assigned.run_dir)
+    with settings_of(job, here, kept_modes(run)):
+        hold_in_memory(Context(job, here, run, lambda _: None, held=held))
 
 
 class Next(Enum):

@@ -41,7 +41,7 @@ from dp_ray.messages import Failed, Finished, GaveUp, Note, WorkerReady, beat_in
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
 from dp_ray.rundir.history import is_measured
-from dp_ray.system.imports import postponed
+from dp_ray.system.imports import own_folders, postponed
 from dp_ray.system.process import environment
 from dp_ray.system.threads import repeated
 
@@ -229,7 +229,10 @@ class StartedWorkers:
         return self._number
 
     def _packed(self, job: Job, claimed: "RunDir", rows: Mapping[str, int], faults: "Faults") -> list[Any]:
-        """Return a reference to the job's Assignment, and its `env`, which Ray might write to a disk with it."""
+        """Return a reference to the job's Assignment, its `env`, and the folders of the script's own modules.
+
+        Ray might write what is apart to a disk, and `env` with it. Folders are needed before the rest is unpacked.
+        """
         from dp_ray.cluster.worker import Assignment
 
         assigned = Assignment(
@@ -241,7 +244,7 @@ class StartedWorkers:
             faults,
             rows,
         )
-        return [put_apart(pack_object(assigned, ray.cloudpickle.CloudPickler)), job.env]
+        return [put_apart(pack_object(assigned, ray.cloudpickle.CloudPickler)), job.env, own_folders()]
 
     def _check_end(self, monitor: "Monitor") -> None:
         from dp_ray.engine.votes import StopRequested

@@ -135,7 +135,7 @@ def _datasets(job: Job) -> dict[str, Any]:
 def _remarks(datasets: Mapping[str, Any]) -> list[str]:
     """Return what the datasets, and those within them, tell of how they are read; and whose classes differ."""
     lines = [
-        line for dataset in datasets.values() for own in _within(dataset) for line in getattr(own, "reads_as", ())
+        line for dataset in datasets.values() for own in _within(dataset) for line in _told(own, "reads_as") or ()
     ]
     classes = {key: next(filter(None, map(_classes, _within(dataset))), None) for key, dataset in datasets.items()}
     first = classes["dataset"]
@@ -149,20 +149,27 @@ def _remarks(datasets: Mapping[str, Any]) -> list[str]:
 
 def _classes(dataset: Any) -> list[str] | None:
     """Return the names of a dataset's classes by their labels, as `Images` and torchvision's folders tell them."""
-    names = getattr(dataset, "class_names", None) or getattr(dataset, "classes", None)
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+    for names in (_told(dataset, "class_names"), _told(dataset, "classes")):
+        if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+            return names
+    return None
 
 
 def _within(dataset: Any, depth: int = 4) -> Iterator[Any]:
     """Yield a dataset and those within it: of a Mix, of `pack`, and of torch's Subset and ConcatDataset."""
     yield dataset
     if depth and dataset is not None:
-        sources, several = getattr(dataset, "sources", None), getattr(dataset, "datasets", None)
-        inner = [
-            *(sources.values() if isinstance(sources, Mapping) else several if isinstance(several, list) else ())
-        ]
-        for own in (*inner, getattr(dataset, "dataset", None)):
+        sources, several = _told(dataset, "sources"), _told(dataset, "datasets")
+        inner = [*sources.values()] if isinstance(sources, Mapping) else several if isinstance(several, list) else []
+        for own in (*inner[:1000], _told(dataset, "dataset")):
             yield from _within(own, depth - 1)
+
+
+def _told(dataset: Any, name: str) -> Any:
+    """Return an attribute of a dataset; None if it has none, or raises what it likes."""
+    with contextlib.suppress(Exception):
+        return getattr(dataset, name, None)
+    return None
 
 
 def _rows_of(datasets: Mapping[str, Any]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from dp_ray.job.files import job_of
 from dp_ray.job.job import Job
 from dp_ray.messages import Note
 from dp_ray.results.replayed import Replayed, ReplayedLoop, ReplayedStep
+from dp_ray.rundir.claim import kept_modes
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, kept_job
 from dp_ray.rundir.history import StepRows, history_of
 from dp_ray.rundir.numerics import change_between, kinds_of
@@ -58,7 +59,7 @@ def replay(
         try:
             # Of what the task sends, its lines for the user alone.
             context = Context(job, world, run, lambda sent: say(sent.text) if isinstance(sent, Note) else None)
-            with settings_of(job, world):
+            with settings_of(job, world, kept_modes(run)):
                 yield from (_step_of if job.loop is None else _step_of_loop)(
                     context, StepRows(history_of(run)), choice, debugs
                 )

@@ -34,6 +34,7 @@ from dp_ray.rundir.settled import run_of, settled
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.storage import Storage
 from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeated
+from dp_ray.tasks.modes import script_modes
 from dp_ray.text import relative
 
 if TYPE_CHECKING:
@@ -152,7 +153,8 @@ def execute(
         prepared = dataclasses.replace(prepared, job=workers.accept(prepared.job, options.overwrite))
         job, plan = prepared.job, prepared.plan
         steps = plan.split.total_steps
-        wanted = Wanted(job, plan.rows, steps, options.overwrite, options.resume, is_reopened=reopen is not None)
+        asked = {"overwrite": options.overwrite, "resume": options.resume, "is_reopened": reopen is not None}
+        wanted = Wanted(job, plan.rows, steps, **asked, modes=script_modes())
         decision = check_claim(run, wanted)
         claimed = claim(run, wanted, decision, reopen and functools.partial(reopen, plan.split))
         name_submitted_job(run.name, str(run.parent))

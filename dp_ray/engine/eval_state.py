@@ -1,4 +1,4 @@
-"""The state of a model in eval mode: what its forwards write is undone, and so is the mode."""
+"""The state of a model in eval mode, as it stands after `eval()`: what its forwards write is undone."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +20,7 @@ from dp_ray.engine.buffers import (
     modules_of,
     shown,
 )
+from dp_ray.engine.own_modes import set_modes
 from dp_ray.errors import ModelError
 from dp_ray.text import listed
 
@@ -126,18 +127,14 @@ class EvalState(Writable):
 
 @contextmanager
 def evaluating(model: nn.Module, beside: Mapping[str, nn.Module] = NONE) -> Iterator[EvalState]:
-    """Put the model in eval mode while the block runs; then each module returns to its own mode.
+    """Call the model's `eval()`, and undo what forwards write in the block, the modules `beside` the model too.
 
-    Undoes what forwards write too, and what modules `beside` the model do: after the block, and inside it by
-    `restore` of the state that it gives.
+    That is undone after the block, and inside it by `restore` of the state that it gives. The model stays in eval
+    mode: only what goes on to train returns, by `returning`.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    set_modes(model, False)
     state = EvalState(model, beside)
-    model.eval()
     try:
         yield state
     finally:
         state.put_back()
-        model.train(modes[0][1])
-        for module, mode in modes:
-            module.training = mode

@@ -17,6 +17,7 @@ from dp_ray.engine.eval_state import evaluating
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.metric_trial import MetricTrial
 from dp_ray.engine.model import autocast
+from dp_ray.engine.objects import refused
 from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
@@ -29,7 +30,7 @@ from dp_ray.engine.whole_batch import (
     merged_batch,
     seed_of_batch,
 )
-from dp_ray.engine.world import CPU, everyone, gathered, has_peers
+from dp_ray.engine.world import CPU, everyone, gathered, has_peers, pickled
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import NamedEval, Target, is_over_batch
@@ -61,6 +62,11 @@ def build_metrics(job: Job, mixture: Mixture | None = None) -> tuple[Metrics, di
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
             check_merges(name, made)
+        if keeps_state(made) and everyone() is not None:
+            try:
+                pickled(made)  # as after an evaluation; a user's __getstate__ may raise anything
+            except Exception as error:
+                raise refused(where, made, error, pickled) from error
     return Metrics(functions, job.batch_dim, mixture), states
 
 
@@ -143,8 +149,8 @@ class Evaluation:
     ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
         """Yield each shard with rows of the steps of `work`, and the end of each step; at last the measurements.
 
-        Of a `mixture` these have the loss of each source, if rows have losses. The model is in eval mode until the
-        generator ends or is closed. Every rank calls this, and takes all of it. Raises DataError if all samples
+        Of a `mixture` these have the loss of each source, if rows have losses. The model stays in
+        eval mode. Every rank calls this, and takes all of it. Raises DataError if all samples
         were set aside. The first evaluation raises JobError if a metric of torchmetrics depends on how its rows are
         cut into updates.
         """
@@ -152,12 +158,12 @@ class Evaluation:
         mixture = mixture if self._has_loss else None
         names = [*self._names, *(f"{LOSS_OF}{source}" for source in (mixture.names if mixture else ()))]
         sums = torch.zeros(work.split.shards, 2 * len(names) + 1, dtype=torch.float64, device=self.device)
-        states: dict[int, dict[str, Any]] = {}
+        states, rows = dict[int, dict[str, Any]](), 0
         if work.split.shards * work.split.total_steps == 1:
             self._trial = None  # a single update sees all rows
-        rows = 0
         with evaluating(model, self.beside) as state:
-            replica = Replica(self.job.seed, model, self.device, state, work, self.forwards, self.clock, self._of)
+            place = self.job.seed, model, self.device, state, work
+            replica = Replica(*place, self.forwards, self.clock, self._of, self.step)
             run_shard = partial(self.forwards.gathering(self._shard), model)
             for loaded in map(self.forwards.begin, steps):
                 own: list[ShardOutput] = []

@@ -418,6 +418,11 @@ class ForwardState(Writable):
         }
         return {key: value for key, value in state.items() if value}
 
+    def look_anew(self) -> None:
+        """Compare frozen parameters from here on: the model's own `eval()` and `train()` may have rounded them."""
+        for name in self._unseen():
+            (self._digests or {}).pop(name, None)
+
     def _unseen(self) -> dict[str, nn.Parameter]:
         """Return the frozen parameters that no forward was seen to write, by name; all of those beside the model."""
         return {

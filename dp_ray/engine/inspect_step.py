@@ -5,7 +5,7 @@ Begin at `StepInspection`. It finds the loss of each row, and the first module w
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
 from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import autocast
 from dp_ray.engine.out_of_memory import ShardSize, advised
+from dp_ray.engine.own_modes import has_own_modes, returning
 from dp_ray.engine.random import preserved
 from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.replica import Replica
@@ -300,7 +301,12 @@ def row_losses(
             if compare is not None:
                 pairs = _by_row("the outputs have", compared, rows, job.batch_dim)
                 return RowLosses(_one_by_one(compare, lambda pair: compare(*pair), pairs), OF_OUTPUTS)
-            with evaluating(model):
+            # A model's own `eval()` and `train()` may round its weights, of which the shard's backward is to come.
+            with (
+                on_copies({"": model}) if has_own_modes(model) else nullcontext(),
+                returning(model),
+                evaluating(model),
+            ):
                 batches = _by_row("the batch has", batch, rows, job.batch_dim)
                 losses = _one_by_one(step, lambda batch: run_step(step, model, batch).loss, batches)
                 return RowLosses(losses, ALONE)

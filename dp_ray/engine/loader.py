@@ -5,9 +5,12 @@ Most of this runs in the loader's processes, if there are any. `next_batch` rais
 
 import dataclasses
 import functools
+import io
+import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.context import BaseContext, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, SimpleNamespace
@@ -18,9 +21,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dp_ray.engine.bad_samples import HungRead, ReadLimit, Reference, Screen, end_loader_process
+from dp_ray.engine.inside import inside
 from dp_ray.engine.items import ColumnSlice, SampleReader, WholeColumns, collate_passthrough
 from dp_ray.engine.objects import part_that_fails
-from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
+from dp_ray.engine.random import OwnGenerator, SampleSeeds, own_generators, preserved, seed_all, seed_own
 from dp_ray.engine.timed_loader import StepTimes, TimedLoader, begin_process
 from dp_ray.engine.user_code import loader_ended_error, reraise_as
 from dp_ray.engine.world import CPU
@@ -31,7 +35,9 @@ from dp_ray.job.targets import bound
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.tensors.tree import bare_tensors, flatten, map_leaves, unflatten, with_tensors
+from dp_ray.text import listed
 
+LOOKS = 32
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
 
 
@@ -48,9 +54,9 @@ class Samples(Dataset[Any]):
     """The user's dataset, whose errors name the sample, and whose samples have random numbers of their own.
 
     Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
-    there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
-    A dataset with generators of its own is seeded for each sample from the start. Where `columns` cut a batch as it
-    is, no sample is read by itself. A `screen` of the same reader puts a BadSample in the place of each sample that
+    there on each sample is read by itself, after seeding the generators that samples have drawn from so far. The
+    result is the same as with seeding all from the start. Where `columns` cut a batch as it is, no sample is read by
+    itself. A `screen` of the same reader puts a BadSample in the place of each sample that
     cannot be read. A dataset with a `set_epoch` is told each epoch before the first read of it in this process.
     """
 
@@ -65,16 +71,15 @@ class Samples(Dataset[Any]):
         self.dataset = self.reader.dataset
         self._tells = callable(getattr(self.dataset, "set_epoch", None))
         self._is_bare = self.screen is None and self.reader.keys is None and not self.reader.carry
-        self._own = own_generators(self.dataset)
-        self._quiet = RngProbe()
-        self._draws = bool(self._own)
+        self._seeds: SampleSeeds | None = None
+        self._looks = 0  # after how many more requests to look for generators that are new
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out `times`: no use in a loader's process, and on a GPU they hold events, which stay here.
 
-        The dataset has another id there.
+        The dataset has another id there, and generators of its own.
         """
-        return {**self.__dict__, "times": None, "told": {}}
+        return {**self.__dict__, "times": None, "told": {}, "_seeds": None}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -86,12 +91,6 @@ class Samples(Dataset[Any]):
             if self._tells and self.told.get(id(self.dataset)) != wanted.epoch:
                 self._tell(wanted.epoch)
             items: Any = None if self.columns is None else self.columns.cut(wanted.indices)
-            if items is None and not self._draws:
-                self._quiet.begin()
-                items = self.reader.whole(wanted.indices) if self._is_bare else self._read(wanted, wanted.indices)
-                self._draws = self._quiet.is_broken()
-                if self._draws:
-                    items = None
             if items is None:
                 items = self._seeded(wanted)
             if wanted.ahead:  # after what is needed now
@@ -101,13 +100,41 @@ class Samples(Dataset[Any]):
         in_background = getattr(self.dataset, "take_seconds_ahead", None)
         return Read(wanted, items, time.perf_counter() - began + (in_background() if in_background else 0.0))
 
-    def _seeded(self, wanted: ReadRequest) -> list[Any]:
+    def _seeded(self, wanted: ReadRequest) -> Any:
         """Return the samples of a request, each with random numbers of its own."""
+        if self._seeds is None:
+            self._seeds, self._looks = SampleSeeds(self._own_generators()), LOOKS
+        while True:
+            self._seeds.begin()
+            try:
+                items = self._each(wanted, self._seeds)
+            except Error:
+                if self._learns():  # what was drawn before it was seeded may have led to it
+                    continue
+                raise
+            if not self._learns():
+                return items
+
+    def _learns(self) -> bool:
+        """Return whether the samples just read are to be read again, as they drew what was not seeded yet."""
+        assert self._seeds is not None
+        has_learnt = self._seeds.learn()
+        if self._looks:  # a dataset may make its generators in its first reads
+            own, self._looks = self._own_generators(), self._looks - 1
+            if [each.rng for each in own] != [each.rng for each in self._seeds.own]:
+                self._seeds, has_learnt = SampleSeeds(own), True
+        return has_learnt
+
+    def _own_generators(self) -> list[OwnGenerator]:
+        return own_generators(self.dataset, with_globals=True)[0]
+
+    def _each(self, wanted: ReadRequest, seeds: SampleSeeds) -> Any:
+        """Return the samples of a request; if samples draw, each is read by itself."""
+        if not seeds.is_drawn:
+            return self.reader.whole(wanted.indices) if self._is_bare else self._read(wanted, wanted.indices)
         items: list[Any] = []
         for index in wanted.indices:
-            number = derive_seed(self.seed, "sample", wanted.epoch, index)
-            seed_all(number)
-            seed_own(self._own, number)
+            seeds.seed(derive_seed(self.seed, "sample", wanted.epoch, index))
             items += self._read(wanted, [index])
         return items
 
@@ -116,7 +143,7 @@ class Samples(Dataset[Any]):
         number, rows = derive_seed(self.seed, "set_epoch", epoch), len(self.dataset)
         with preserved(CPU), reraise_as(f"set_epoch({epoch}) of {self.reader.name}", kind=DataError):
             seed_all(number)
-            seed_own(self._own, number)
+            seed_own(self._own_generators(), number)
             self.dataset.set_epoch(epoch)
         if len(self.dataset) != rows:
             raise DataError(
@@ -124,8 +151,7 @@ class Samples(Dataset[Any]):
                 f"{rows}: the steps of all epochs are planned before; keep its length"
             )
         self.told[id(self.dataset)] = epoch
-        self._own = own_generators(self.dataset)  # it may have made a new one
-        self._draws = self._draws or bool(self._own)
+        self._seeds = None  # it may have made new generators
 
     def _read(self, wanted: ReadRequest, indices: list[int]) -> Any:
         return self.reader(indices) if self.screen is None else self.screen.read(wanted, indices)
@@ -146,11 +172,11 @@ def make_loader(
     collate = collate or collate_of(job)
     if samples.reader.carry:
         collate = functools.partial(collate_passthrough, collate, samples.reader.carry)
-    seed = None if job.collate is None else job.seed
+    seed, own = (None, []) if job.collate is None else (job.seed, own_generators(collate, with_globals=True)[0])
     made: DataLoader[Any] = DataLoader(
         samples,
         batch_sampler=IndexLists(order, pieces, look_ahead(order, samples.dataset, processes)),  # type: ignore[arg-type]
-        collate_fn=Collate(collate, seed, screen, samples.reader),  # type: ignore[arg-type]
+        collate_fn=Collate(collate, seed, screen, samples.reader, own),  # type: ignore[arg-type]
         num_workers=processes,
         timeout=screen.limit.poll_seconds if screen is not None and screen.limit is not None else 0,
         prefetch_factor=loader.prefetch if processes else None,
@@ -197,6 +223,43 @@ def _check_can_be_sent(context: BaseContext, samples: Samples, collate: Any) -> 
             f"loader.context: {context.get_start_method()} pickles the dataset and the collate for each process, and "
             f"{part_of}, a {kind}, cannot be pickled: {type(error).__name__}: {error}; {advice}"
         ) from error
+
+
+def remarks_on(job: Job, name: str, dataset: Any) -> list[str]:
+    """Return lines on what a dataset holds that cannot be seeded, or that forked processes would share."""
+    lines = []
+    _, not_seeded = own_generators(dataset, with_globals=True)
+    if not_seeded:
+        lines.append(
+            f"{name}: generators that cannot be seeded, so that what samples draw from them depends on workers and "
+            f"loader processes: {listed(not_seeded)}; draw from the global ones of torch, numpy or random"
+        )
+    method = job.loader.context or getattr(dataset, "loader_context", None) or multiprocessing.get_start_method()
+    if num_processes(job) and method == "fork" and (opened := opened_in(dataset)):
+        lines.append(
+            f"{name}: forked loader processes share the position in what it has open, and may read wrong rows: "
+            f"{listed(opened)}; open it where it is used first, as in __getitem__, so that each process has its own"
+        )
+    return lines
+
+
+def opened_in(dataset: Any) -> list[str]:
+    """Return the files, archives and connections that a dataset holds open for reading, with their paths in it."""
+    found: dict[Any, str] = {}  # by file descriptor: an archive and its file are the same
+    for path, value in inside({"": dataset}, with_globals=True):
+        kind = type(value)
+        module = kind.__module__.partition(".")[0]
+        if issubclass(kind, io.IOBase):
+            with suppress(OSError, ValueError):  # it has no file, or is closed
+                if value.readable() and value.seekable():
+                    found.setdefault(value.fileno(), f"{path} ({getattr(value, 'name', kind.__qualname__)})")
+        elif kind.__qualname__ in CONNECTIONS.get(module, ()):
+            found[id(value)] = f"{path} (a {module}.{kind.__qualname__})"
+    return list(found.values())
+
+
+# Classes whose objects hold a file or a connection that is not to be used after a fork.
+CONNECTIONS = {"sqlite3": ("Connection",), "h5py": ("File", "Group", "Dataset"), "lmdb": ("Environment",)}
 
 
 def num_processes(job: Job) -> int:
@@ -249,13 +312,15 @@ def _can_pin(node: Any) -> bool:
 class Collate:
     """Collates the samples that were read; with a `screen`, its batch is Screened.
 
-    Random numbers that the user's collate draws are keyed by `seed` and the shard. `reader` has read the samples.
+    Random numbers that the user's collate draws, also from its `own` generators, are keyed by `seed` and the shard.
+    `reader` has read the samples.
     """
 
     collate: Callable[[Any], Any]
     seed: int | None
     screen: Screen | None
     reader: SampleReader
+    own: Sequence[OwnGenerator] = ()
 
     def __call__(self, read: Read) -> Collated:
         """Return the batch; in a loader process, an error may be in its place."""
@@ -275,7 +340,9 @@ class Collate:
 
     def _seeded(self, wanted: ReadRequest, items: Any) -> Any:
         if self.seed is not None:
-            seed_all(derive_seed(self.seed, "collate", wanted.epoch, wanted.step, wanted.shard))
+            number = derive_seed(self.seed, "collate", wanted.epoch, wanted.step, wanted.shard)
+            seed_all(number)
+            seed_own(self.own, number)
         try:
             return self.collate(items)
         except (Exception, SystemExit):

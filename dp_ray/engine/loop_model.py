@@ -21,7 +21,7 @@ from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import autocast
 from dp_ray.engine.out_of_memory import batch_hint
 from dp_ray.engine.placement import Placement
-from dp_ray.engine.reduce import ShardLoss
+from dp_ray.engine.reduce import ShardLoss, leaves_of
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Metrics, OnShard, StepOutput
 from dp_ray.engine.trainer import Pass, TrainedModel, TrainingStep
@@ -81,16 +81,9 @@ class LoopModel(TrainedModel):
     def look_for_foreign(self, tensors: Iterable[Any]) -> None:
         """Note the parameters outside the model that graphs of these tensors reach: nothing sums their gradients."""
         own = {id(parameter) for parameter in self.model.parameters()}
-        nodes = [leaf.grad_fn for leaf in tensors if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-        seen = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
-                self.foreign[id(leaf)] = leaf
-            new = {following for following, _ in node.next_functions if following is not None} - seen
-            seen |= new
-            nodes += new
+        for key, leaf in leaves_of(tensors).items():
+            if isinstance(leaf, nn.Parameter) and key not in own:
+                self.foreign[key] = leaf
 
     @contextmanager
     def only(self, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:

@@ -26,6 +26,7 @@ from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
 from dp_ray.engine.model import as_module, autocast, call_model, constructed, follow_shards, target_with_devices
 from dp_ray.engine.optimizer import build_optimizer
+from dp_ray.engine.own_modes import begin_to_train, set_modes
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved, seed_all
 from dp_ray.engine.recompute import recompute_blocks
@@ -259,8 +260,7 @@ class FakeShard:
         fake = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.batch)
         batch, step = moved_batch(fake, world.device), build_step(job, world)
         if job.task == "train":
-            if not model.training:
-                model.train()
+            begin_to_train(model)
             loss = shard_loss(model, step, build_metrics(job)[0], job, world.device)
             trained = Trained(loss, {}, [], None, ForwardState(model), SilentClock())
             reduction = Reduction(trained) if sharded is None else ShardedReduction(trained, sharded, False)
@@ -271,7 +271,7 @@ class FakeShard:
                     reduction.called(batch, rows).backward()  # type: ignore[no-untyped-call]
 
             return train
-        model.eval()
+        set_modes(model, False)
         predicts = job.task == "predict"
         function: Callable[..., Any] = call_model if predicts else run_step
         args = (model, batch, job.call) if predicts else (step, model, batch)

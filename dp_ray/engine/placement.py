@@ -82,11 +82,11 @@ class Placement:
         """Return the sums of a worker's shards by the fixed tree, if the job is bitwise."""
         return ShardSums(parameters, self.job.num_shards) if self.job.bitwise else None
 
-    def reduction(self, trained: Trained, finds_unused: bool, num_stats: int) -> Reduction:
+    def reduction(self, trained: Trained, finds_unused: bool | str, num_stats: int) -> Reduction:
         """Return how a pass's gradients are summed over the workers, beside `num_stats` numbers."""
         if self.world.world_size == 1:
             return Reduction(trained)
-        return DdpReduction(trained, self.world, finds_unused, num_stats)
+        return DdpReduction(trained, self.world, finds_unused, num_stats, self.say)
 
     def optimizer_step(self) -> OptimizerStep:
         """Return the step of the job's optimizer; raises JobError for one that cannot train this model."""
@@ -138,7 +138,7 @@ class ShardedPlacement(Placement):
         """Return the sums by the fixed tree of what each worker holds whole, if the job is bitwise."""
         return super().sums(list(self.sharded.replicated.values()))
 
-    def reduction(self, trained: Trained, finds_unused: bool, num_stats: int) -> Reduction:
+    def reduction(self, trained: Trained, finds_unused: bool | str, num_stats: int) -> Reduction:
         """Return how a pass's gradients are summed over the workers, in rounds."""
         if trained.sums is None:
             return ShardedReduction(trained, self.sharded, finds_unused)

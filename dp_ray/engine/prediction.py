@@ -280,7 +280,7 @@ def predict(
 ) -> Generator[PredictedShard | StepEnd, None, None]:
     """Run the model over each shard of the steps; yield the shards that have rows, and the end of each step.
 
-    The model is in eval mode until the generator ends or is closed. `torch.no_grad` and autocast are on while a shard
+    The model stays in eval mode. `torch.no_grad` and autocast are on while a shard
     runs, not while its outputs are taken. Let go of a shard before the next one is asked for: it holds the outputs.
     Raises ModelError, naming step and shard, if the model raises.
     """

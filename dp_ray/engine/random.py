@@ -1,32 +1,45 @@
 """Seed random numbers by their use: a sample's augmentations, a shard's dropout.
 
-This covers the global generators of Python, numpy and torch, and generators that are attributes of the dataset or
-of a module of the model. A generator kept anywhere else is not found and not seeded.
+This covers the global generators of Python, numpy and torch, and those that a dataset or a model holds, however deep:
+in its transforms, in what it wraps, in lists, functions and classes. A generator kept anywhere else is not found and
+not seeded. `own_generators` finds them, and `SampleSeeds` seeds those alone that samples draw from.
 """
 
 import functools
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from hashlib import blake2b
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
+from dp_ray.engine.inside import inside
 from dp_ray.engine.world import is_gpu
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 
-Draws = tuple[float, float, float]
+Seed: TypeAlias = Callable[[int], object]
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+MOST = 64  # generators that a dataset or model may hold: each takes microseconds of every sample that draws from it
+with torch.inference_mode(False):
+    _cell = torch.empty((), dtype=torch.float32, device="cpu")  # made once: a new tensor takes longer than the draw
+# Of each global generator on the CPU: how to seed it, and how to draw a number from it.
+GLOBAL: tuple[tuple[Seed, Callable[[], float]], ...] = (
+    (random.seed, random.random),
+    (lambda number: np.random.seed(number % 2**32), np.random.random_sample),
+    (torch.default_generator.manual_seed, lambda: _cell.uniform_().item()),
+)
 
 
 def seed_all(number: int, device: torch.device | None = None) -> None:
     """Seed the global generators; given a `device` to compute on, also those of this process's GPUs."""
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number)
+    for seed, _ in GLOBAL:
+        seed(number)
     if device is None or not (is_gpu(device) or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return
     if not torch.cuda.default_generators:
@@ -40,32 +53,77 @@ def has_drawn(number: int) -> bool:
     return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(number).get_state())
 
 
-def own_generators(owner: Any) -> list[Generator]:
-    """Return the generators that are attributes of a dataset, of datasets that it wraps, or of a model's modules."""
-    owners: list[Any] = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    datasets = [] if owners else [owner]
-    while datasets:  # datasets may wrap one another, and a Mix several
-        dataset = datasets.pop()
-        if dataset is not None and all(dataset is not owner for owner in owners):
-            owners.append(dataset)
-            held = getattr(dataset, "__dict__", {})
-            sources = held["sources"] if "mixture" in held and isinstance(held.get("sources"), dict) else {}
-            datasets += [*reversed(sources.values()), held.get("dataset")]
-    values = (value for owner in owners for value in getattr(owner, "__dict__", {}).values())
-    return list({id(value): value for value in values if isinstance(value, Generator)}.values())
+class OwnGenerator(NamedTuple):
+    """A generator that a dataset or a model holds.
 
+    `place` is its number among those in attributes of the dataset itself, of datasets that it wraps, or of a model's
+    modules: runs go on with what they draw. All others have a `key` of their path; to seed one takes less time.
+    """
 
-def seed_own(generators: list[Generator], number: int) -> None:
-    """Seed each generator with a number of its own, derived from `number`, so that no two draw the same numbers."""
-    for position, rng in enumerate(generators):
-        seed = derive_seed(number, "generator", position)
+    rng: Generator
+    place: int | None
+    key: int
+
+    def seed(self, number: int) -> None:
+        """Seed it with a number of its own, derived from `number`, so that no two draw the same numbers."""
+        rng, place = self.rng, self.place
+        seed = number ^ self.key if place is None else derive_seed(number, "generator", place)
         if isinstance(rng, torch.Generator):
             rng.manual_seed(seed)
-        elif isinstance(rng, np.random.Generator):
+        elif not isinstance(rng, np.random.Generator):
+            rng.seed(seed % 2**32)
+        elif place is None and type(rng.bit_generator) is np.random.PCG64:
+            state: Any = {"state": seed << 64 | self.key, "inc": number << 1 | 1}
+            rng.bit_generator.state = {"bit_generator": "PCG64", "state": state, "has_uint32": 0, "uinteger": 0}
+        else:
             kind: Any = type(rng.bit_generator)  # it has no seed(): a new one has the state that it would set
             rng.bit_generator.state = kind(seed).state
-        else:
-            rng.seed(seed % 2**32)
+
+
+def own_generators(*owners: Any, with_globals: bool = False) -> tuple[list[OwnGenerator], list[str]]:
+    """Return the generators that datasets and models hold, and the paths of those that cannot be seeded.
+
+    These are the system's generators, and all but the first MOST. `with_globals` also returns those of classes and
+    modules of the user's.
+    """
+    own: list[OwnGenerator] = []
+    not_seeded, num_attributes = [], 0
+    for number, owner in enumerate(owners):
+        roots = _roots(owner)
+        attributes = {id(value) for root in roots.values() for value in getattr(root, "__dict__", {}).values()}
+        for path, rng in inside(roots, with_globals):
+            if not issubclass(type(rng), Generator) or any(rng is known.rng for known in own):
+                continue
+            if issubclass(type(rng), random.SystemRandom) or len(own) == MOST:
+                not_seeded.append(path)
+                continue
+            key = int.from_bytes(blake2b(f"{number} {path}".encode(), digest_size=8).digest()) >> 1
+            own.append(OwnGenerator(rng, num_attributes if id(rng) in attributes else None, key))
+            num_attributes += id(rng) in attributes
+    return own, not_seeded
+
+
+def _roots(owner: Any) -> dict[str, Any]:
+    """Return an object, the datasets that it wraps, one another, and a Mix several; and a model's modules."""
+    if isinstance(owner, nn.Module):
+        return dict(owner.named_modules())
+    roots, datasets = dict[str, Any](), [("", owner)]
+    while datasets:
+        path, dataset = datasets.pop()
+        if dataset is not None and all(dataset is not root for root in roots.values()):
+            roots[path] = dataset
+            held = getattr(dataset, "__dict__", {})
+            sources = held["sources"] if "mixture" in held and isinstance(held.get("sources"), dict) else {}
+            path += "." if path else ""
+            datasets += [(f"{path}sources[{name!r}]", sources[name]) for name in reversed(sources)]
+            datasets.append((f"{path}dataset", held.get("dataset")))
+    return roots
+
+
+def seed_own(generators: Sequence[OwnGenerator], number: int) -> None:
+    """Seed each generator with a number of its own, derived from `number`."""
+    for own in generators:
+        own.seed(number)
 
 
 class ForwardSeeds:
@@ -74,7 +132,7 @@ class ForwardSeeds:
     def __init__(self, seed: int, model: nn.Module, device: torch.device, after: Any = None) -> None:
         self._seed = seed
         self._device = device
-        self._own = own_generators(model) + own_generators(after)
+        self._own, _ = own_generators(model, after)
 
     def begin(self, shard: Shard, of_pass: int = 0, seed: int | None = None) -> None:
         """Seed the generators for the forward of `shard`, in the step's first pass or another one; or from `seed`."""
@@ -87,25 +145,63 @@ class ForwardSeeds:
             seed_own(self._own, number)
 
 
-with torch.inference_mode(False):
-    _cell = torch.empty((), dtype=torch.float32, device="cpu")  # made once: a new tensor takes longer than the draw
+class SampleSeeds:
+    """Seeds the generators that samples draw from: the global ones, and the dataset's `own`.
 
+    At first none is known to be drawn from. `begin` and `learn` stand around the reading of some samples: they find
+    out which are, at less cost than seeding all for each sample. An own one that no sample draws from stays as it is.
+    """
 
-class RngProbe:
-    """Detects whether a random number was drawn from the global generators, at less cost than seeding them."""
+    _undrawn: tuple[float, ...] = ()  # the first numbers of the global ones after seed 0
 
-    _undrawn: Draws | None = None
+    def __init__(self, own: Sequence[OwnGenerator]) -> None:
+        self.own = own
+        self._quiet = list(range(len(GLOBAL) + len(own)))  # not known to be drawn from
+        self._drawn: list[Seed] = []
+        self._before: dict[int, Any] = {}
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether samples are known to draw: then each is to be read by itself, after `seed`."""
+        return bool(self._drawn)
 
     def begin(self) -> None:
-        """Seed the global generators and start to watch them."""
-        if self._undrawn is None:
+        """Watch the generators that are not known to be drawn from."""
+        if not self._undrawn:
             seed_all(0)
-            self._undrawn = (random.random(), np.random.random_sample(), _cell.uniform_().item())
-        seed_all(0)
+            self._undrawn = tuple(draw() for _, draw in GLOBAL)
+        for at in self._quiet:
+            if at < len(GLOBAL):
+                GLOBAL[at][0](0)
+            else:
+                self._before[at] = state_of(self.own[at - len(GLOBAL)].rng)
 
-    def is_broken(self) -> bool:
-        """Return whether a number was drawn since `begin`: then a generator's next number differs."""
-        return (random.random(), np.random.random_sample(), _cell.uniform_().item()) != self._undrawn
+    def learn(self) -> bool:
+        """Return whether one of these was drawn from since `begin`."""
+        drawn = list(filter(self._is_changed, self._quiet))
+        self._quiet = [at for at in self._quiet if at not in drawn]
+        self._drawn += [GLOBAL[at][0] if at < len(GLOBAL) else self.own[at - len(GLOBAL)].seed for at in drawn]
+        return bool(drawn)
+
+    def _is_changed(self, at: int) -> bool:
+        if at < len(GLOBAL):
+            return GLOBAL[at][1]() != self._undrawn[at]
+        return bool(self._before[at] != state_of(self.own[at - len(GLOBAL)].rng))
+
+    def seed(self, number: int) -> None:
+        """Seed those that samples draw from."""
+        for seed in self._drawn:
+            seed(number)
+
+
+def state_of(rng: Generator) -> Any:
+    """Return the state of a generator, to be compared with that of another time."""
+    if isinstance(rng, torch.Generator):
+        return rng.get_state().numpy().tobytes()
+    if isinstance(rng, random.Random):
+        return rng.getstate()
+    state = rng.bit_generator.state if isinstance(rng, np.random.Generator) else rng.get_state(legacy=False)
+    return pickle.dumps(state, 5)  # it may hold arrays
 
 
 @contextmanager

@@ -120,7 +120,8 @@ def recompute_blocks(job: Job, model: nn.Module, devices: Sequence[torch.device]
     """
     if job.task == "train":
         for block in _blocks_to_recompute(job, model):
-            forward = _Recomputed(block, block.forward, tuple(devices))
+            own, _ = own_generators(block)
+            forward = _Recomputed(block, block.forward, tuple(devices), [each.rng for each in own])
             block.forward = functools.wraps(block.forward)(forward)
     return model
 
@@ -152,11 +153,12 @@ class _Recomputed:
     _block: nn.Module
     _forward: Callable[..., Any]
     _devices: tuple[torch.device, ...]
+    _own: Sequence[Generator]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        own, buffers = own_generators(self._block), _Buffers(self._block)
+        own, buffers = self._own, _Buffers(self._block)
         before = {name: version_of(parameter) for name, parameter in self._block.named_parameters()}
 
         def contexts() -> tuple[Any, Any]:

@@ -1,15 +1,18 @@
 """Sum the shards' gradients to the whole batch's gradient, with the same bits on any number of workers.
 
 `Reduction` is what a pass over a step's shards calls; `DdpReduction` is the one of several workers. DDP passes each
-bucket to a communication hook, a `Reducer`, as soon as its gradients are ready.
+bucket to a communication hook, a `Reducer`, as soon as its gradients are ready. What a worker's last backward has
+left out gets a gradient that adds nothing after it, so that DDP reduces every bucket in every step.
 
 With `bitwise`, the hook goes on with the fixed tree of `engine.tree_sum` over the workers (`TreeReducer`).
 
-The step's statistics go with the gradients, in a `StatsBucket`, without a collective of their own.
+The step's statistics go with the gradients, in a `StatsBucket`, without a collective of their own. So does which
+parameters each worker used: one that no worker used has no gradient, as in one process.
 """
 
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -46,6 +49,7 @@ Work = dist.Work | None
 Seed = Callable[[torch.Tensor, int], torch.Tensor]
 NOTHING: AbstractContextManager[Any] = nullcontext()
 GRADIENTS = "the other workers' gradients"
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 @dataclass
@@ -77,9 +81,7 @@ class ShardLoss(nn.Module):
         self._autocast = None if job.precision == "fp32" else (job.precision, device)
         self._device = device
         self.bucket_cap_mb = job.bucket_cap_mb
-        self.stats_bucket: StatsBucket | None = None
-        self.stats_parameter: nn.Parameter | None = None  # the bucket's, where DDP finds it
-        self._reduced: list[nn.Parameter] = []
+        self.stats_parameter: nn.Parameter | None = None  # of a StatsBucket, where DDP finds it
         self.result = ShardResult()
         self.over_batch: Mapping[str, Compare] | None = None  # the functions that see the whole batch
 
@@ -93,31 +95,13 @@ class ShardLoss(nn.Module):
         """
         return loaded, False
 
-    def leaves_to_ddp(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool, num_stats: int) -> list[str]:
-        """Prepare to be wrapped by DDP; return the names of the parameters `ignored`, for DDP to ignore.
-
-        A bucket then brings `num_stats` numbers to the other workers. With `looks_for_unused`, DDP finds the
-        parameters that no worker used. A worker without rows uses none, but must use one for its backward to reach
-        DDP. So every worker uses the stats' bucket in every step.
-        """
-        names = {id(parameter) for parameter in ignored}
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._reduced = [] if looks_for_unused else [parameter for parameter in trained if id(parameter) not in names]
-        if num_stats or not self._reduced:
-            self.stats_bucket = StatsBucket(num_stats, trained[0].device)
-            self.stats_parameter = self.stats_bucket.parameter
-        return [name for name, parameter in self.named_parameters(remove_duplicate=False) if id(parameter) in names]
-
     def forward(self, batch: Any, rows: int, shard: int | None = None) -> torch.Tensor:
-        """Return the sum of the shard's losses, and set `result`; of 0 rows, a zero that DDP can reduce.
+        """Return the sum of the shard's losses, and set `result`; of 0 rows, a zero without a graph.
 
         `shard` is its number. Raises ModelError if the loss depends on no trained parameter.
         """
         if rows == 0:
-            zero = torch.zeros((), device=self._device)
-            if self._reduced:
-                zero = ZeroLoss.apply(*self._reduced)  # type: ignore[no-untyped-call]
-            return zero if self.stats_bucket is None else self.stats_bucket.attach(zero)
+            return torch.zeros((), device=self._device)
         with NOTHING if self._autocast is None else autocast(*self._autocast):
             step_output = run_step(self._step, self.model, batch)
             loss = self._measures.loss(step_output, rows)
@@ -131,22 +115,7 @@ class ShardLoss(nn.Module):
         self.result.step_output = step_output
         if not loss.sum.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
-        return loss.sum if self.stats_bucket is None else self.stats_bucket.attach(loss.sum)
-
-
-class ZeroLoss(torch.autograd.Function):
-    """Zero, with a zero gradient for each of `parameters`."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        """Return zero, a scalar on the device of the first parameter."""
-        ctx.save_for_backward(*parameters)
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return negative zeros: added to another worker's gradient, they change no bit."""
-        return tuple(zeros_that_add_nothing(parameter) for parameter in ctx.saved_tensors)
+        return loss.sum
 
 
 @dataclass(frozen=True)
@@ -155,8 +124,7 @@ class Trained:
 
     `parameters` are those of the loss's model that require a gradient, by name; of these `sparse` have sparse ones.
     `sums` add the shards by the fixed tree; without them autograd does. `ahead` reads a batch while others are waited
-    for. With `aligns`, each summed gradient begins at a multiple of 16 bytes (`engine/alignment.py`). `among_others`
-    says that other passes have backwards into the same parameters.
+    for. With `aligns`, each summed gradient begins at a multiple of 16 bytes (`engine/alignment.py`).
     """
 
     loss: ShardLoss
@@ -167,7 +135,6 @@ class Trained:
     clock: StepClock
     ahead: OverlappedRead | None = None
     aligns: bool = False
-    among_others: bool = False
 
 
 class Reduction:
@@ -248,18 +215,23 @@ class Reduction:
 class DdpReduction(Reduction):
     """The reduction over several workers: DDP reduces each bucket as soon as the step's last backward fills it.
 
-    `num_stats` numbers are to be summed beside the gradients.
+    `num_stats` numbers are to be summed beside the gradients. If `finds_unused` is False, a parameter that a worker
+    leaves unused is an error; if "auto", one that no worker uses in a step after the first is told once.
     """
 
-    def __init__(self, trained: Trained, world: World, finds_unused: bool, num_stats: int) -> None:
+    def __init__(
+        self, trained: Trained, world: World, finds_unused: bool | str, num_stats: int, say: Callable[[str], None]
+    ) -> None:
         super().__init__(trained)
         # In the tree of three workers and more, one without rows sends nothing; but it may vote to stop.
         self._sends_stats_along = trained.sums is None or world.world_size == 2
         # On CPUs a worker uses the time until the sums arrive, and to start a collective takes 0.3 ms of it. On GPUs
         # the backward itself waits for the other workers, and a later send would wait for it.
         self._waits_later = not is_gpu(world.device)
-        self._ddp = wrapped(trained.loss, trained.sparse, finds_unused, num_stats if self._sends_stats_along else 0)
-        self._finds_unused = finds_unused
+        left_out = set(map(id, trained.sparse))
+        self._reduced = {name: param for name, param in trained.parameters.items() if id(param) not in left_out}
+        self._stats = StatsBucket(num_stats if self._sends_stats_along else 0, len(self._reduced), world.device)
+        self._ddp = wrapped(trained, self._stats)
         self.called = self._ddp
         self._reducer = (
             Reducer(trained.clock, self._waits_later)
@@ -267,21 +239,21 @@ class DdpReduction(Reduction):
             else TreeReducer(trained, world.world_size, world.rank, self._waits_later)
         )
         self._ddp.register_comm_hook(None, self._reducer.hook)
-        self._step = 0
+        self._finds_unused, self._say = finds_unused, say
+        self._unused: list[str] = []  # by this worker in this pass
+        self._known: set[str] | None = None  # what no worker used in the first pass; None before it
+        self._reached: dict[tuple[str, ...], list[str]] = {}
+        self._step, self._adds = 0, False
         self._work: Work = None
-        left_out = {id(parameter) for parameter in trained.sparse}
-        for parameter in trained.parameters.values():
-            if id(parameter) not in left_out and 1 in parameter.size():
+        for parameter in self._reduced.values():
+            if 1 in parameter.size():
                 hook = InEachBackward(_set_strides, *_layout(parameter))
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
         """Begin a step, in the hook too."""
         super().begin(step, shards, filled)
-        if self._finds_unused and self.trained.among_others:
-            # Such a backward has DDP note that they were used, in this pass too. torch has no public way to undo it.
-            self._ddp.reducer._reset_state()
-        self._step = step
+        self._step, self._adds = step, len(shards) > 1
         self._reducer.begin(filled, self._leaves[-1] if self._leaves else None)
 
     def shard(self, shard: int | None, is_last: bool) -> AbstractContextManager[object]:
@@ -296,31 +268,65 @@ class DdpReduction(Reduction):
             self._take(shard)
 
     def last_backward(self, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor) -> None:
-        """Run the last backward, in which DDP reduces; `stats` and buffers go with it, beside it, or after it.
-
-        Raises ModelError, naming the unused parameters, if DDP did not reduce the last bucket.
-        """
-        if self.sums is not None and self._finds_unused:
-            # DDP remembers that only earlier shards used them, and fails if it finds no gradient in this backward.
-            for number, parameter in enumerate(self.sums.parameters):
-                if parameter.grad is None and any(sums[number] is not None for sums in self.sums.held.values()):
-                    parameter.grad = zeros_that_add_nothing(parameter.detach())
-        if self._sends_stats_along and self.trained.loss.stats_bucket is not None:
-            self.trained.loss.stats_bucket.load(stats)
+        """Run the last backward, in which DDP reduces; `stats` and buffers go with it, beside it, or after it."""
         if not self._waits_later:
             self._send(stats)
         with waiting(GRADIENTS):
-            loss.backward(seed)  # type: ignore[no-untyped-call]
-        if not self._reducer.saw_last:
-            unused = [name for name, parameter in self.trained.parameters.items() if parameter.grad is None]
-            raise ModelError(
-                f"step {self._step}: parameters were not used, so the workers would wait for their gradients for "
-                f"ever: {listed(unused)}; set find_unused_parameters: true"
-            )
+            if loss.requires_grad:  # else this worker has no rows
+                loss.backward(seed)  # type: ignore[no-untyped-call]
+            self._complete(loss, stats)
+        assert self._reducer.saw_last
         if self._waits_later:
             self._send(stats)
             if self.trained.ahead is not None:
                 self.trained.ahead.read()
+
+    def _complete(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+        """Give DDP what the backward of `loss` has left out: gradients that add nothing, and the stats' bucket.
+
+        Raises ModelError, naming the unused parameters, if the job says that there are none.
+        """
+        # DDP moves each gradient that it gets into a view of a bucket.
+        left = [
+            name
+            for name, parameter in self._reduced.items()
+            if parameter.grad is None or (self._adds and not parameter.grad._is_view())
+        ]
+        self._unused = [name for name in left if self._reduced[name].grad is None and not self._is_held(name)]
+        if self._unused and self._finds_unused is False and loss.requires_grad:
+            raise ModelError(
+                f"step {self._step}: parameters were not used: {listed(self._unused)}; set "
+                "find_unused_parameters: true, or leave it out"
+            )
+        missing = [self._reduced[name] for name in self._not_reached(loss, left)] if left else []
+        frozen = [parameter for parameter in missing if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        gradients = [zeros_that_add_nothing(parameter.detach()) for parameter in missing]
+        used = [name not in self._unused for name in self._reduced] if self._unused else None
+        torch.autograd.backward([self._stats.parameter, *missing], [self._stats.gradient(stats, used), *gradients])
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+    def _is_held(self, name: str) -> bool:
+        """Return whether an earlier shard of this worker, whose gradients the tree holds, used a parameter."""
+        if self.sums is None:
+            return False
+        number = list(self._reduced).index(name)  # with the tree all are dense, so all are here
+        return any(sums[number] is not None for sums in self.sums.held.values())
+
+    def _not_reached(self, loss: torch.Tensor, left: list[str]) -> list[str]:
+        """Return those of the parameters `left` without a gradient that the backward has not reached.
+
+        A function of the model's may return None as a parameter's gradient. DDP takes that for a zero.
+        """
+        if not loss.requires_grad:
+            return left
+        key = tuple(left)
+        if key not in self._reached:  # to walk through a graph takes a microsecond for each of its functions
+            reached = leaves_of([loss])
+            self._reached[key] = [name for name in left if id(self._reduced[name]) not in reached]
+        return self._reached[key]
 
     def _send(self, stats: torch.Tensor) -> None:
         """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""
@@ -329,18 +335,17 @@ class DdpReduction(Reduction):
 
     def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Yield the parameters of each bucket in turn; then unload the stats' bucket, and sum sparse gradients."""
-        loss = self.trained.loss
         with waiting(GRADIENTS):
             for parameters in self._reducer.summed():
-                mine = [parameter for parameter in parameters if parameter is not loss.stats_parameter]
+                mine = [parameter for parameter in parameters if parameter is not self._stats.parameter]
                 if self.trained.aligns:
                     align_gradients(mine)
                 yield mine
             # DDP puts its parameter into any of the buckets, so it is there for certain only after all of them.
-            if loss.stats_bucket is not None:
-                loss.stats_bucket.unload()
+            used = self._stats.unload(stats, bool(self._unused))
             if self._work is not None:
                 self._work.wait()
+        self._drop_unused(used)
         if self.trained.sparse:
             with waiting("the other workers' sparse gradients"):
                 sum_over_workers(self.trained.sparse)
@@ -349,32 +354,63 @@ class DdpReduction(Reduction):
         if self.trained.aligns:  # of most a bucket's view; on a GPU the loop above had none
             align_gradients(self.trained.parameters.values())
 
+    def _drop_unused(self, used: Sequence[bool]) -> None:
+        """Drop the gradient of each parameter that no worker used; `used` is of all workers.
+
+        Only a worker that has left a parameter unused asks: if no worker used it, that are all.
+        """
+        by_name = dict(zip(self._reduced, used, strict=False))
+        nowhere = [name for name in self._unused if not by_name[name]]
+        for name in self._unused:
+            if name in nowhere:
+                self._reduced[name].grad = None
+            elif not self._reduced[name].requires_grad:
+                raise ModelError(frozen_apart(self._step, name))
+        if self._known is None:
+            self._known = set(nowhere)
+        elif self._finds_unused == "auto" and (new := [name for name in nowhere if name not in self._known]):
+            self._finds_unused = True
+            self._say(
+                f"step {self._step}: no shard used {listed(new)}, unlike in an earlier step; what is unused has no "
+                "gradient in a step, and is not updated, as in one process"
+            )
+
     def close(self) -> None:
         """Stop the thread."""
         self._reducer.close()
 
 
-@contextmanager
-def for_trial(loss: ShardLoss, sparse: Sequence[nn.Parameter], is_compiled: bool) -> Iterator[nn.Module]:
-    """Give the module of a trial before the steps, whose gradients stay on this worker; every rank calls this.
-
-    A compiled model is called within a DDP, as in the steps. There torch cuts the model's graph where DDP's buckets
-    end, so that DDP sums a bucket during the backward. Compiled elsewhere, the graph would stay whole in the steps.
-    """
-    if not is_compiled:
-        yield loss
-        return
-    ddp = wrapped(loss, sparse, finds_unused=False, num_stats=0)
-    with ddp.no_sync():
-        yield ddp
+def frozen_apart(step: int, name: str) -> str:
+    """Return the text of an error: this worker has frozen a parameter, and another one trains it."""
+    return (
+        f"step {step}: {name} is frozen on this worker (requires_grad is False), and another one has given it a "
+        "gradient; freeze it on all workers before the same step"
+    )
 
 
-def wrapped(
-    loss: ShardLoss, sparse: Sequence[nn.Parameter], finds_unused: bool, num_stats: int
-) -> DistributedDataParallel:
+def leaves_of(tensors: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """Return, by their ids, the leaves that the graphs of these tensors reach."""
+    leaves: dict[int, torch.Tensor] = {}
+    nodes = [leaf.grad_fn for leaf in tensors if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves[id(leaf)] = leaf
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        nodes += new
+    return leaves
+
+
+def wrapped(trained: Trained, stats: "StatsBucket") -> DistributedDataParallel:
     """Return DDP around a shard's loss; sparse gradients are left to `sum_over_workers`."""
+    loss = trained.loss
+    # DDP reduces the parameters of what it wraps. This one comes last: its gradient does.
+    loss.stats_parameter = stats.parameter
     # NCCL cannot sum sparse tensors, and with DDP no worker may lack a gradient.
-    ignored = loss.leaves_to_ddp(sparse, finds_unused, num_stats)
+    sparse = set(map(id, trained.sparse))
+    ignored = [name for name, parameter in loss.named_parameters(remove_duplicate=False) if id(parameter) in sparse]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(), waiting("the other workers to make their DDP"):
         # torch 2.13 deprecates `broadcast_buffers` for a parameter that older versions do not have.
@@ -385,7 +421,6 @@ def wrapped(
             broadcast_buffers=False,
             init_sync=False,
             bucket_cap_mb=loss.bucket_cap_mb,
-            find_unused_parameters=finds_unused,
             gradient_as_bucket_view=True,
         )
 
@@ -597,55 +632,39 @@ PIECE = torch.int16  # of a number; float32 holds each exactly
 
 
 class StatsBucket:
-    """A parameter that DDP treats as one of the model's; `load` sets its gradient, in pieces of 16 bits.
+    """A parameter that DDP treats as one of the model's: its gradient are numbers, and what is used.
 
-    `count` numbers, float64, are summed to the bit if each of them is 0 on all workers but one: sums of zeros and a
-    piece are exact. If no numbers were set, the gradient is zero: it only makes a backward reach DDP.
+    `count` numbers, float64, go in pieces of 16 bits. They are summed to the bit if each of them is 0 on all workers
+    but one: sums of zeros and a piece are exact. Then come as many numbers as the model has parameters: 1 for one
+    that the worker used, else 0.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
+    def __init__(self, count: int, num_parameters: int, device: torch.device) -> None:
         self._pieces = count * torch.float64.itemsize // PIECE.itemsize
-        size = -(-max(self._pieces, 1) // ALIGNED) * ALIGNED
+        self._end = self._pieces + num_parameters
+        size = -(-self._end // ALIGNED) * ALIGNED
         self.parameter = nn.Parameter(torch.zeros(size, device=device, dtype=torch.float32))
-        self._loaded: torch.Tensor | None = None
 
-    def load(self, numbers: torch.Tensor) -> None:
-        """Send `numbers`, float64 and contiguous, with the gradients of the next backward."""
-        # Not a copy: the backward reads it when it comes to the bucket, and `unload` writes the sums back into it.
-        self._loaded = numbers
-
-    def unload(self) -> None:
-        """Set the numbers that were loaded to their sums, once the gradients are summed."""
-        if self._loaded is not None and self.parameter.grad is not None:
-            self._loaded.view(PIECE).view(-1).copy_(self.parameter.grad[: self._pieces])
-        # Else the next backward would add to the numbers of this step.
-        self.parameter.grad = self._loaded = None
-
-    def attach(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss unchanged, with a backward that also reaches the bucket."""
-        return _AttachBucket.apply(loss, self.parameter, self)  # type: ignore[no-untyped-call,no-any-return]
-
-    def gradient(self) -> torch.Tensor:
-        """Return the gradient of the parameter: the loaded numbers, in pieces."""
-        gradient = torch.zeros_like(self.parameter)
-        if self._loaded is not None:
-            gradient[: self._pieces].copy_(self._loaded.view(PIECE).view(-1))
+    def gradient(self, numbers: torch.Tensor, used: Sequence[bool] | None) -> torch.Tensor:
+        """Return what to sum: `numbers`, float64 and contiguous, and what is `used`; None if all parameters are."""
+        gradient = torch.ones_like(self.parameter)
+        if self._pieces:
+            gradient[: self._pieces].copy_(numbers.view(PIECE).view(-1))
+        if used is not None:
+            gradient[self._pieces : self._end].copy_(torch.tensor(used))
         return gradient
 
+    def unload(self, numbers: torch.Tensor, reads_used: bool) -> list[bool]:
+        """Set the numbers to their sums, once the gradients are summed; return which parameters any worker used.
 
-class _AttachBucket(torch.autograd.Function):
-    """The loss unchanged; the backward gives the bucket its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, _: torch.Tensor, bucket: StatsBucket) -> torch.Tensor:
-        """Return the loss, as a view of it."""
-        ctx.bucket = bucket
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Return the loss's own gradient, and the bucket's."""
-        return gradients[0], ctx.bucket.gradient(), None
+        Unless it `reads_used`, for which the host waits for a GPU, the list is empty.
+        """
+        sums, self.parameter.grad = self.parameter.grad, None  # else the next backward would add to it
+        assert sums is not None
+        if self._pieces:
+            numbers.view(PIECE).view(-1).copy_(sums[: self._pieces])
+        used: list[bool] = sums[self._pieces : self._end].bool().tolist() if reads_used else []
+        return used
 
 
 _UNUSED, _DENSE = -1, -2

@@ -5,7 +5,7 @@ unit in which gradients are summed over the workers. A `TrainingStep` runs passe
 training that its job declares, and as many as a loop of the user's asks for.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,9 +23,10 @@ from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
 from dp_ray.engine.optimizer import EVALUATED, Average, Schedule, runs_users_code
 from dp_ray.engine.out_of_memory import ShardSize, batch_hint, raise_advised
+from dp_ray.engine.own_modes import begin_to_train, has_own_modes, returning
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, for_trial, make_gradients_dense
+from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, make_gradients_dense
 from dp_ray.engine.replica import DummyBatch, Replica, Round
 from dp_ray.engine.sharded.state import whole_tensors
 from dp_ray.engine.step import Compare, Metrics, OnShard, Step, row_of
@@ -36,12 +36,11 @@ from dp_ray.engine.user_code import location, raise_as, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, StepSums
 from dp_ray.engine.weights import make_room, synchronise
 from dp_ray.engine.whole_batch import shard_loss
-from dp_ray.engine.world import everyone, is_gpu
+from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
 from dp_ray.plan.mixture import LOSS_OF
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Split, Work, num_filled
-from dp_ray.system.threads import waiting
 from dp_ray.tensors.tree import copied
 
 WRITTEN = "written"  # the key, in a checkpoint, of what forwards write and the model's own state lacks
@@ -88,11 +87,10 @@ class TrainedModel:
         self.split, self.clock, self.watch = split, clock or SilentClock(), watch
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
+        begin_to_train(model)  # before the average is a copy of it
         self.optimizer_step: OptimizerStep | Updates = placement.optimizer_step() if updates is None else updates
         self.schedule: Schedule = self.optimizer_step.schedule
         self.average: Average | ShardedAverage | None = placement.average(self.optimizer_step)
-        if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
-            model.train()
         self.step: TrainingStep | None = None
         self.may_lose_rows = job.may_lose_rows
         self.is_on_gpu = is_gpu(world.device)
@@ -132,6 +130,21 @@ class TrainedModel:
             synchronise(module)
         if self.average is not None:
             self.average.begin()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Give the model to evaluate: with the average of the weights if the job says so, else the optimizer's.
+
+        After the block it has the modes of before, and then the weights of before, to the bit.
+        """
+        ema = self.placement.job.ema
+        average = self.average if ema is not None and ema.evaluate else None
+        model = self.called if average is None else average.called(self.called)
+        in_place = self.optimizer_step.evaluating if average is None else average.in_place
+        with in_place(), returning(model):
+            yield model
+        if has_own_modes(model):
+            self.state.look_anew()
 
     def _new_state(self, beside: Mapping[str, nn.Module]) -> ForwardState:
         """Return the state that forwards write, of the model and of modules beside it."""
@@ -346,13 +359,12 @@ class Pass:
         job, device = placement.job, self._world.device
         work = Work(self.split, self._world.world_size, self._world.rank)
         forwards = placement.forwards()
-        self.replica = Replica(job.seed, placement.model, device, self.state, work, forwards, self.clock)
+        self.replica = Replica(
+            job.seed, placement.model, device, self.state, work, forwards, self.clock, after=self.loss
+        )
         sparse, sums = sparse_parameters(self.loss.model), placement.sums(list(trained.values()))
         aligns = must_align(job, device)
-        among_others = isinstance(self.optimizer_step, PassGradients)
-        self._trained = Trained(
-            self.loss, trained, sparse, sums, self.state, self.clock, self.ahead, aligns, among_others
-        )
+        self._trained = Trained(self.loss, trained, sparse, sums, self.state, self.clock, self.ahead, aligns)
         self._reduction: Reduction | None = None
         self.stats = StepSums(self.split.shards, self.num_measures, self._world)
         # DDP of the others waits for the gradients of a worker without rows; FSDP for its rounds, which dummies are.
@@ -456,40 +468,21 @@ class Pass:
             raise_as(error, f"{where}: backward", lambda _: hint)
 
     def _built(self, loaded: LoadedStep) -> tuple[Reduction, LoadedStep]:
-        """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
+        """Build the job's reduction; if the job asks for them, count the flops of the first shard."""
         job, trained, loaded_shards = self.placement.job, self._trained, iter(loaded.loaded)
         first = [next(loaded_shards) for _ in loaded.shards[:1]]
         if self.placement.counts_flops and first and first[0].shard.rows:
             with self._trial():
                 run = partial(self._try, trained.loss, first[0])
                 self.flops = counted_flops(run, first[0].shard.rows, job, self._world.device)
-        unused = job.find_unused_parameters
         if not self.placement.is_sharded and self._world.world_size > 1:
             types = {parameter.device.type for parameter in trained.parameters.values()}
             if len(types) > 1:
                 raise JobError(
                     f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
                 )
-            if unused == "auto":
-                unused = self._leave_unused(first)
-        self._reduction = self.placement.reduction(trained, bool(unused), self.stats.numbers.numel())
+        self._reduction = self.placement.reduction(trained, job.find_unused_parameters, self.stats.numbers.numel())
         return self._reduction, loaded._replace(loaded=chain(first, loaded_shards))
-
-    def _leave_unused(self, first: Sequence[LoadedShard]) -> bool:
-        """Return whether any worker's first shard leaves a parameter without a gradient, by a trial."""
-        unused, trained = torch.zeros(1, device=self._world.device), self._trained
-        sparse = {id(parameter) for parameter in trained.sparse}
-        with self._trial(), for_trial(trained.loss, trained.sparse, self.placement.job.compile) as called:
-            for loaded in first:
-                if not loaded.shard.rows:
-                    unused += 1  # it cannot show that all parameters are used
-                    continue
-                self._try(called, loaded)
-                unused += any(param.grad is None for param in trained.parameters.values() if id(param) not in sparse)
-        # All decide alike: one whose DDP does not look for unused parameters would never send what others wait for.
-        with waiting("the other workers' first shards"):
-            dist.all_reduce(unused, dist.ReduceOp.MAX, group=everyone())
-            return bool(unused.item())
 
     @contextmanager
     def _trial(self) -> Iterator[None]:

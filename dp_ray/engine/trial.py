@@ -22,6 +22,7 @@ from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import LoadedStep, Pick, Source, find_reference, load_steps
 from dp_ray.engine.model import autocast
 from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
+from dp_ray.engine.own_modes import begin_to_train
 from dp_ray.engine.placement import Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
 from dp_ray.engine.reduce import Reduction, Trained, make_gradients_dense
@@ -109,10 +110,9 @@ def _train(placement: Placement, data: Data) -> None:
     job, model, world = placement.job, placement.model, placement.world
     if job.bitwise:
         make_gradients_dense(model)
+    begin_to_train(model)
     optimizer_step = placement.optimizer_step()
     average = placement.average(optimizer_step)  # it takes memory
-    if not model.training:
-        model.train()
     loss_of = shard_loss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
     trained = list(optimizer_step.trained.values())
     state = ForwardState(model, job.compile, placement.blocks)

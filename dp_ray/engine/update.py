@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from dp_ray.engine.optimizer import (
     total_norm,
     weights_of_average,
 )
-from dp_ray.engine.reduce import numbers_of
+from dp_ray.engine.reduce import REQUIRES_GRAD, numbers_of
 from dp_ray.engine.sharded.state import (
     ELEMENTWISE,
     AlignedParts,
@@ -55,8 +56,10 @@ class OptimizerStep:
 
     Norm and clipping are over the parameters that the optimizer updates. `left_out` are the parameters that require a
     gradient and that it does not hold: their gradients are dropped in each step, or they would grow from step to
-    step.
+    step. One that is frozen on the way has no gradient from there on; one that thaws is an error.
     """
+
+    _frozen: Mapping[str, nn.Parameter] = MappingProxyType({})  # those that require no gradient at the start
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, aligned: AlignedParts | None = None) -> None:
         self.aligned = aligned
@@ -100,7 +103,9 @@ class OptimizerStep:
 
     def _built(self, job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter], Any]:
         """Return the optimizer, by name the parameters that a training with it trains, and what its scheduler is."""
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        named = dict(model.named_parameters())
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         optimizer = build_optimizer(job.optimizer, model) if self.aligned is None else self.aligned.optimizer
         return optimizer, trained, job.scheduler
 
@@ -189,6 +194,13 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
+        if self._frozen and any(map(REQUIRES_GRAD, self._frozen.values())):
+            thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+            raise ModelError(
+                f"step {step}: {listed(thawed)} requires a gradient now, and did not when the model was built, so "
+                "nothing would train it; let it require one there and freeze it until then (ddp), or train by a loop "
+                "of your own, whose optimizer may hold frozen parameters (docs/loops.md)"
+            )
         groups = self.optimizer.param_groups
         self.rate = float(groups[0]["lr"])
         if sum(map(len, map(PARAMETERS, groups))) != self._num_held:
@@ -399,6 +411,17 @@ class GivenOptimizerStep(OptimizerStep):
         self._of_model = [(parameter, parameter) for parameter in self.trained.values()]
         super()._find_left_out()
 
+    def grow(self, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer the groups that the loop had added by the time of a checkpoint.
+
+        `groups` are those of its state there, and `names` those of all their parameters, in order.
+        """
+        by_name, at = dict(self._all_named), len(self.names)
+        for group in groups[len(self.optimizer.param_groups) :] if names[:at] == self.names else ():
+            added, at = names[at : at + len(group["params"])], at + len(group["params"])
+            self.optimizer.add_param_group({"params": [by_name[name] for name in added if name in by_name]})
+        self._find_left_out()
+
     def may_skip(self) -> bool:
         """Return whether a step without rows is no update: no pass over a batch of the loop's own has run either."""
         return all(parameter.grad is None for parameter in self.trained.values())
@@ -451,6 +474,11 @@ class Updates:
     def names(self) -> list[list[str]]:
         """The names of the parameters that each optimizer updates."""
         return [update.names for update in self.each]
+
+    def grow(self, names: Sequence[Sequence[str]], state: Mapping[str, Any]) -> None:
+        """Give the optimizers the groups that the loop had added by the time of a checkpoint with this state."""
+        for number, (update, its_names) in enumerate(zip(self.each, names, strict=False)):
+            update.grow(its_names, state[f"optimizer {number}"]["param_groups"])
 
     @property
     def learning_rate(self) -> float:

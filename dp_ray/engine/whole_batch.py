@@ -586,7 +586,7 @@ class BatchLoss(ShardLoss):
                 measured += self._measures(step_output, rows)
         self.result.row = row_of(measured, self._device)
         self.result.step_output = step_output
-        return loss if self.stats_bucket is None else self.stats_bucket.attach(loss)
+        return loss
 
 
 def _with_graph(outputs: Any) -> dict[str, torch.Tensor]:

@@ -10,7 +10,9 @@ from a mistake in the job.
 """
 
 import functools
+import io
 import json
+import pickle
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,6 +79,7 @@ _num_groups = 0
 _timeout = TIMEOUT  # of the collectives
 # How long a group may take to form once all have come; None: as long as a collective.
 _within: timedelta | None = None
+_pickler: Any = pickle.Pickler  # of objects that plain pickle refuses
 _sockets: dict[int, int] = {}  # of the groups that were formed
 
 
@@ -107,15 +110,17 @@ def form_group(
     world: World,
     step_seconds: float | None = 0.0,
     within: timedelta | None = None,
+    pickler: Any = pickle.Pickler,
 ) -> None:
     """Form the group of the workers that have the store open, and leave the user's code a world of its own.
 
     A collective waits for peers twice as long as a step may take, which is `step_seconds`, None for no limit: what
     hangs is found before that, and named. The store waits as long from then on: a collective may need it.
     Where workers may be lost meanwhile, this group and later ones form `within` a shorter time, or not at all.
+    Objects of classes that no import finds, as a notebook's, go to other workers by the class `pickler`.
     """
-    global _everyone, _store, _backend, _timeout, _within
-    _within = within
+    global _everyone, _store, _backend, _timeout, _within, _pickler
+    _within, _pickler = within, pickler
     _timeout = NO_TIMEOUT if step_seconds is None else max(TIMEOUT, timedelta(seconds=2 * step_seconds))
     # NCCL keeps its flight recorder in the first group of a process.
     _everyone = _made(backend, store, world.rank, world.world_size, "all", bound_gpu(backend, world))
@@ -307,14 +312,25 @@ def broadcast_bytes(data: bytes) -> bytes:
     return data if received is None else received
 
 
+def pickled(value: Any) -> bytes:
+    """Pickle a value for the other workers. Raises what the group's pickler raises."""
+    try:
+        return pickle.dumps(value, 5)
+    except Exception:  # a class of a script or notebook; plain pickle takes less time for all others
+        file = io.BytesIO()
+        _pickler(file, 5).dump(value)
+        return file.getvalue()
+
+
 def gathered(value: Any) -> list[Any]:
     """Return every rank's value, in rank order; without a process group, the own one. Every rank calls this."""
     if _everyone is None or not has_peers():
         return [value]
     values: list[Any] = [None] * _everyone.size()
+    sent = pickled(value)
     with waiting("all ranks"):
-        dist.all_gather_object(values, value, group=_everyone)
-    return values
+        dist.all_gather_object(values, sent, group=_everyone)
+    return [pickle.loads(each) for each in values]
 
 
 def check_same_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:

@@ -823,9 +823,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     sync_batchnorm: bool = False
     """BatchNorm over the whole global batch, for GPUs only. Needs a worker for each shard."""
     find_unused_parameters: Literal["auto"] | bool = "auto"
-    """Whether the model may leave parameters unused. auto: each of several workers runs its first shard twice to find
-    out, and then restores the model. Other state that a forward changes is changed twice. true: if other parameters
-    are used from step to step. With `strategy: fsdp`, auto looks in each step."""
+    """Whether the model may leave parameters unused. auto: yes; a line names what no shard uses in a later step.
+    true: without that line. false: it is an error."""
     bucket_cap_mb: Annotated[float, Field(gt=0)] | None = None
     """Megabytes of gradients that several workers sum at once, while the backward goes on, as in torch's DDP. null:
     torch's own, which is 25 after a first one of 1."""

@@ -67,10 +67,14 @@ def evaluations_in(job: Job) -> tuple[NamedEval, ...]:
 
 def evaluations_of(job: Job, evaluation: NamedEval, rows: int) -> costs.Evaluations:
     """Return the evaluations of a training by one of its `evaluations`, whose dataset has `rows` samples."""
-    keys = evaluation.keys
-    each = keys.every_epochs or (None if keys.every_steps else 1)
     split = Split(rows, job.over_eval(evaluation).batch_size, job.num_shards)
-    return costs.Evaluations(split, costs.Due(keys.every_steps, each), evaluation.name)
+    return costs.Evaluations(split, due_of(evaluation), evaluation.name)
+
+
+def due_of(evaluation: NamedEval) -> costs.Due:
+    """Return after which steps of a training an evaluation is due: by default at the end of each epoch."""
+    keys = evaluation.keys
+    return costs.Due(keys.every_steps, keys.every_epochs or (None if keys.every_steps else 1))
 
 
 def checkpoints_of(job: Job) -> costs.Checkpoints:

@@ -113,12 +113,13 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _check_plain(value: Any, path: str) -> Any:
-    if hasattr(value, "item") and hasattr(value, "dtype"):
+    if hasattr(value, "item") and hasattr(value, "dtype") and not getattr(value, "ndim", 0):
         value = value.item()  # a numpy number
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ModelError(
         f"the state's {path!r} is of type {type(value).__qualname__}: only tensors and plain values can be kept"
+        + ("; make it a tensor (torch.from_numpy)" if type(value).__name__ == "ndarray" else "")
     )
 
 

@@ -64,7 +64,8 @@ class Wanted:
     `rows` are the lengths of the job's datasets, by their keys; a run with other lengths counts as a different job.
     `steps` is the total number of steps: a finished training is resumed if it has more steps now. `overwrite`
     replaces whatever run is there. `resume` says that the job's Python objects are those of the run, and
-    `is_reopened` that a finished prediction may be resumed.
+    `is_reopened` that a finished prediction may be resumed. `modes` are the script's settings of torch, with which a
+    new run begins.
     """
 
     job: Job
@@ -73,6 +74,7 @@ class Wanted:
     overwrite: bool = False
     resume: bool = False
     is_reopened: bool = False
+    modes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ def claim(
     A driver may be killed between any two effects. Each says what it leaves then.
     """
     # Before any effect, since it raises JobError for args that cannot be hashed.
-    contents = {"token": uuid.uuid4().hex, "rows": wanted.rows, **_described(wanted.job)}
+    modes = kept_modes(run) if isinstance(decision, Resume) else wanted.modes
+    contents = {"token": uuid.uuid4().hex, "rows": wanted.rows, "modes": modes, **_described(wanted.job)}
     waiting = ReplacedRun(run)
     has_begun()
     # 1. What was finished goes on. Until 2 it is finished, and all this is done anew.
@@ -253,7 +256,13 @@ def claim(
 def keep_shards(claimed: RunDir, job: Job) -> None:
     """Write the job into the run directory that was claimed with `shards: auto`, now that its number is found."""
     kept = RUN_JSON.read(claimed.storage)
-    RUN_JSON.write(claimed.storage, {**{key: kept[key] for key in ("token", "rows")}, **_described(job)})
+    RUN_JSON.write(claimed.storage, {**{key: kept[key] for key in ("token", "rows", "modes")}, **_described(job)})
+
+
+def kept_modes(run: Storage) -> dict[str, Any]:
+    """Return the settings of torch with which a run began, by their names; a run of an earlier version has none."""
+    modes: dict[str, Any] = RUN_JSON.read(run).get("modes", {})
+    return modes
 
 
 def _described(job: Job) -> dict[str, Any]:

@@ -196,6 +196,16 @@ class Sources:
         return [path for path in there if _stamp(path) != self._noted.get(path)]
 
 
+def own_folders() -> list[str]:
+    """Return the folders of modules that are neither Python's nor of installed packages, as a script adds them."""
+    return [os.path.abspath(folder) for folder in sys.path if is_users(folder) and os.path.isdir(folder)]
+
+
+def import_from(folders: Iterable[str]) -> None:
+    """Have modules be found in these folders too, as far as they are here."""
+    sys.path += [folder for folder in folders if folder not in sys.path and os.path.isdir(folder)]
+
+
 def imported_files() -> tuple[str, ...]:
     """Return the source files of the modules that this process has imported, without ours and installed ones."""
     return tuple(path for path in _files_of_modules(Path("/")) if _is_users(path))

@@ -24,6 +24,7 @@ from dp_ray.engine.loading import Source
 from dp_ray.engine.packing import packings
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Update
+from dp_ray.engine.update import Updates
 from dp_ray.engine.weights import advice_on, tensors_of
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
@@ -351,6 +352,8 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
     Raises ModelError if the checkpoint has other parameters than the model.
     """
     about, trainer = checkpoint.about, training.trainer
+    if isinstance(trainer.optimizer_step, Updates):
+        trainer.optimizer_step.grow(about["parameters"], checkpoint.state)
     if about["parameters"] != trainer.optimizer_step.names:
         if training.context.job.loop is not None:
             raise ModelError(

@@ -65,10 +65,7 @@ class Evaluator:
         named = evaluation.named
         context, trainer = training.context, training.trainer
         job = context.job
-        average = trainer.average if job.ema is not None and job.ema.evaluate else None
-        self._model = trainer.called if average is None else average.called(trainer.called)
-        self._in_place = trainer.optimizer_step.evaluating if average is None else average.in_place
-        self._control, self._split = context.control, training.split
+        self._trainer, self._control, self._split = trainer, context.control, training.split
         self._evaluation = evaluation
         self._world = context.world
         self._told = training.source.told  # the dataset may be that of the training
@@ -83,6 +80,10 @@ class Evaluator:
         """Return whether to evaluate after `step`."""
         return self._planned.due.after(self._split, step)
 
+    def recurs(self, step: int) -> bool:
+        """Return whether to evaluate after `step` also if the training goes on."""
+        return self._planned.due.recurs(self._split, step)
+
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate after `step`; return the metrics by their names in the history."""
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
@@ -91,9 +92,9 @@ class Evaluator:
         named = self._named
         source = Source(self._job, self._dataset, named.dataset_key, named.of, self._told)
         with (
-            self._in_place(),
+            self._trainer.evaluating() as model,
             closing(load_steps(source, work, self._world.device, self._quarantine)) as steps,
-            closing(self._evaluation.run(self._model, work, steps, mixture_of(self._dataset))) as evaluated,
+            closing(self._evaluation.run(model, work, steps, mixture_of(self._dataset))) as evaluated,
         ):
             for done in evaluated:
                 if isinstance(done, StepEnd):

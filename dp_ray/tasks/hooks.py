@@ -119,7 +119,8 @@ class HookCalls:
 
     def at_end(self) -> None:
         """Call the hook of the training's end, with its last step and its last evaluation."""
-        self._call("on_end", self._view(self._train_state.step - 1, self._last, self._train_state.measured))
+        state = self._train_state
+        self._call("on_end", self._view(state.step - 1, self._last, {**state.measured, **state.at_end}))
 
     def _view(self, step: int, update: Update | None, measured: Mapping[str, float]) -> TrainingView:
         epoch = self._split.cursor(step)[0]

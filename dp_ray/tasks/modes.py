@@ -1,6 +1,6 @@
-"""The caller's settings of torch, which travel with a call of a parallel module.
+"""The caller's settings of torch, which travel with a call of a parallel module, and are kept with a run.
 
-`modes_of` reads them, and `as_on_caller` sets them on a worker.
+`modes_of` reads them, and `as_on_caller` sets them on a worker; of a run `script_modes` and `as_in_script` do.
 """
 
 import contextlib
@@ -45,6 +45,53 @@ def precision() -> tuple[Setting, ...]:
     # The older interface comes before the newer one: what it sets, the newer one tells as well.
     older = Setting("cudnn_allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32)
     return older, *(setting for setting in settings_of_torch() if setting.name.startswith(named))
+
+
+@functools.cache
+def _of_script() -> tuple[Setting, ...]:
+    """Return the settings that a job has from the script, in the order in which they are to be set."""
+    named = ("default_dtype", "deterministic_algorithms", "anomaly", "flush_denormal")
+    return (*precision(), *(setting for setting in settings_of_torch() if setting.name in named))
+
+
+def script_modes() -> dict[str, Any]:
+    """Return what this process has set, as a run keeps it."""
+    return {setting.name: _told(setting.read()) for setting in _of_script()}
+
+
+def _told(value: Any) -> Any:
+    """Return a setting's value as JSON has it."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return list(value) if isinstance(value, tuple) else value
+
+
+@contextmanager
+def as_in_script(kept: Mapping[str, Any]) -> Iterator[None]:
+    """Run the block under the settings of the script with which a run began; what is not kept stays as it is.
+
+    A setting that the block changes is the block's.
+    """
+    changed = []
+    for setting in _of_script():
+        value, before = kept.get(setting.name, UNKNOWN), setting.read()
+        if setting.set is not None and value not in (UNKNOWN, _told(before)):
+            with contextlib.suppress(RuntimeError):  # this build of torch may not know the script's
+                setting.set(_meant(value, before))
+                changed.append((setting, before, value))
+    try:
+        yield
+    finally:
+        for setting, before, value in changed:
+            if setting.set is not None and _told(setting.read()) == value:
+                setting.set(before)
+
+
+def _meant(told: Any, before: Any) -> Any:
+    """Return the value that JSON tells, of the kind of the value before."""
+    if isinstance(before, torch.dtype):
+        return getattr(torch, told)
+    return tuple(told) if isinstance(before, tuple) else told
 
 
 def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | None) -> Modes:

@@ -7,10 +7,12 @@ steps is a declared training's (`tasks.train.TrainingRun`).
 import hashlib
 import inspect
 import json
+import operator
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -98,6 +100,7 @@ class Loop:
         self._step: LoopStep | None = None  # the one whose body runs
         self._reason = ""  # why the loop is to end after this step
         self._is_summing = self._is_gathering = self._is_updating = False
+        self._has_trained = False  # whether a pass has run, or an update by gradients of the loop's own
         self.model: Any = placed.placement.model
         self.device = placed.context.world.device
         self.num_steps = placed.split.total_steps
@@ -130,10 +133,9 @@ class Loop:
         self._check_not_begun("run.state")
         if name in self._states:
             raise JobError(f"run.state: there are two states of the name {name!r}")
-        kept = (
-            value if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else PlainState(name, value)
-        )
         try:
+            has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+            kept = value if has_state else PlainState(name, value)
             pack(kept.state_dict())
         except ModelError as error:
             raise JobError(f"run.state({name!r}): cannot be kept: {error}") from None
@@ -179,6 +181,7 @@ class Loop:
     def _begun(self) -> Iterator[tuple[LoopModel, Iterator[TrainingStep]]]:
         """Give what the steps train, at the state where the training begins or goes on, and the steps."""
         with begun_training(self._placed, self._model_of) as run:
+            self._has_trained |= run.training.state.step > 0  # in an earlier attempt, as far as is known
             stopping = StopOfLoop(self, run.training.context.job, run.training.state)
             steps: Any = run.steps(stopping)
             with closing(steps):  # an error's traceback may hold them for long
@@ -319,6 +322,7 @@ class LoopUpdate:
             with loop._calling(step):
                 if closure is None:
                     given.clip = clip
+                    loop._has_trained |= not given.may_skip()
                     step._of.update(given, self._number)
                 else:
                     norm = given.step_with(self._again(closure, step), step.number)
@@ -407,7 +411,7 @@ class LoopStep:
         a_pass = model.pass_for(loss, over, modules, trained)
         a_pass.function, a_pass.over = loss, over
         own = None if batch is None else model.cut(step.loaded, batch)
-        self._loop._is_summing = True
+        self._loop._is_summing = self._loop._has_trained = True
         try:
             with model.only(trained), torch.enable_grad():
                 known = step.backward(a_pass, own)
@@ -442,8 +446,16 @@ class LoopStep:
         return found.outputs
 
 
+Path: TypeAlias = tuple[Any, ...]  # the keys and places on the way to a part of a state
+FILLED = (dict, OrderedDict, defaultdict, Counter, list)  # what takes other items in place
+
+
 class PlainState:
-    """A dict or list of the loop's own, which a checkpoint keeps and fills in place."""
+    """A dict or list of the loop's own, which a checkpoint keeps and fills in place.
+
+    What stands several times is kept once, with the paths of the others, and stands there again. A Counter, a named
+    tuple and the like are kept where the value had one when this was made: there one of its kind gets the items.
+    """
 
     def __init__(self, name: str, value: Any) -> None:
         if not isinstance(value, dict | list):
@@ -451,41 +463,100 @@ class PlainState:
                 f"run.state({name!r}): is a {type(value).__qualname__}; give an object with state_dict and "
                 "load_state_dict, or a dict or list of plain values and tensors"
             )
-        self._value = value
+        self._at, self._value = (name,), value
+        self._kinds: dict[Path, type] = {}
+        _kept(value, self._at, self._kinds, {}, [], is_begin=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the value."""
-        return {"value": self._value}
+        """Return the value; raises ModelError, with its path, for what could not be filled."""
+        same: list[tuple[Path, Path]] = []
+        value = _kept(self._value, self._at, self._kinds, {}, same)
+        return {"value": value, **({"same": same} if same else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Fill the value in place."""
-        _filled(self._value, state["value"], set())
+        _filled(self._value, state["value"], self._at, dict(state.get("same", ())), {}, set())
 
 
-def _filled(old: Any, new: Any, filled: set[int]) -> Any:
-    """Return a value that was kept, in the loop's own object if it has the same kind: other names may stand for it.
+def _kept(
+    value: Any, path: Path, kinds: dict[Path, type], first: dict[int, Path], same: list[Any], is_begin: bool = False
+) -> Any:
+    """Return a part of a state as it is kept: `same` gets each path where a part stands again, with its first one.
 
-    `filled` are the objects that hold one already: a list may hold an object several times.
+    `kinds` are those of a value's parts at the begin, when they are found.
     """
-    if isinstance(old, torch.Tensor):
-        memory = old.untyped_storage()._cdata if old.layout is torch.strided else id(old)
-        fits = isinstance(new, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
-        if not fits or not is_dense(old) or memory in filled:
-            return new
-        filled.add(memory)
-        with torch.no_grad():
-            return old.copy_(new)
-    if type(old) is not type(new) or not isinstance(old, dict | list) or id(old) in filled:
-        return new
-    filled.add(id(old))
-    if isinstance(old, dict):
-        now = {key: _filled(old.get(key), value, filled) for key, value in new.items()}
-        old.clear()
-        old.update(now)
+    kind, is_inner = type(value), isinstance(value, dict | list | tuple)
+    before = first.setdefault(id(value), path) if is_inner or isinstance(value, torch.Tensor) else path
+    if before != path:
+        if isinstance(value, tuple) and path[: len(before)] == before:
+            raise ModelError(f"the state's {_shown(path)!r} is the tuple that holds it")
+        same.append((path, before))
+        return None
+    own = kind not in (dict, list, tuple) if is_inner else isinstance(value, np.floating) and kind is not np.float64
+    if own and is_begin and (kind in FILLED or hasattr(value, "_make") or not is_inner):
+        kinds[path] = kind
+    if own and kinds.get(path) is not kind:
+        raise ModelError(
+            f"the state's {_shown(path)!r} is a {kind.__qualname__}, and only a dict, list or tuple comes back as it "
+            "is, or a Counter, defaultdict, OrderedDict, named tuple or number of numpy that was there when "
+            "run.state was called"
+        )
+    if isinstance(value, dict):
+        return {key: _kept(item, (*path, key), kinds, first, same, is_begin) for key, item in value.items()}
+    if is_inner:
+        items = [_kept(item, (*path, at), kinds, first, same, is_begin) for at, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _shown(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _filled(
+    old: Any, new: Any, path: Path, same: Mapping[Path, Path], made: dict[Path, Any], filled: set[int]
+) -> Any:
+    """Return a part that was kept, in the loop's own object if it has the same kind: other names may stand for it.
+
+    `filled` are the objects that hold one already, `made` all parts so far by their paths.
+    """
+    if path in same:
+        return made[same[path]]
+    if isinstance(new, torch.Tensor):
+        made[path] = _tensor_filled(old, new, filled)
+    elif isinstance(new, tuple):
+        before = old if isinstance(old, tuple) else ()
+        parts = enumerate(zip_longest(before[: len(new)], new))
+        items = tuple(_filled(was, item, (*path, at), same, made, filled) for at, (was, item) in parts)
+        is_old = len(items) == len(before) and all(map(operator.is_, items, before))
+        made[path] = before if is_old else before._make(items) if hasattr(before, "_make") else items
+    elif isinstance(new, dict | list):
+        is_own = isinstance(old, type(new)) and id(old) not in filled
+        into = made[path] = old if is_own else type(new)()
+        filled.add(id(into))
+        if isinstance(new, dict):
+            before = dict(into)
+            into.clear()
+            for key, item in new.items():
+                into[key] = _filled(before.get(key), item, (*path, key), same, made, filled)
+        else:
+            pairs = enumerate(zip_longest(into[: len(new)], new))
+            into[:] = [_filled(was, item, (*path, at), same, made, filled) for at, (was, item) in pairs]
     else:
-        pairs = zip_longest(old[: len(new)], new)
-        old[:] = [_filled(before, value, filled) for before, value in pairs]
-    return old
+        return type(old)(new) if isinstance(old, np.floating) and isinstance(new, float) else new
+    return made[path]
+
+
+def _tensor_filled(old: Any, new: torch.Tensor, filled: set[int]) -> torch.Tensor:
+    """Return the loop's own tensor with the new one's elements, or the new one, if it does not fit or is filled."""
+    if not isinstance(old, torch.Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype) or not is_dense(old):
+        return new
+    memory = old.untyped_storage()._cdata if old.layout is torch.strided else id(old)
+    if memory in filled:
+        return new
+    filled.add(memory)
+    with torch.no_grad():
+        return old.copy_(new)
 
 
 def check_same(states: Mapping[str, Any], step: int) -> None:
@@ -529,8 +600,13 @@ class StopOfLoop:
         """Take in what was measured after a step; return whether the training stops. Every rank calls this."""
         if self._loop._reason:
             self._state.stopping["reason"] = self._loop._reason
-        inner = self._inner is not None and self._inner.take(measured)
-        return inner or self.has_stopped
+        stops = (self._inner is not None and self._inner.take(measured)) or self.has_stopped
+        if (stops or self._state.step == self._loop.num_steps) and not self._loop._has_trained:
+            raise ModelError(
+                f"loop: none of its {self._state.step} steps has trained anything; call step.backward(loss, of), and "
+                "update.step() of an update = run.optimizer(optimizer)"
+            )
+        return stops
 
     def stopped(self) -> StoppedEarly:
         """Return why the training has stopped."""

@@ -16,13 +16,15 @@ from dp_ray.engine.inspect_passes import Debug, InspectedModel, PassFindings, St
 from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection, inspection_of
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.loop_model import LoopModel, name_of
+from dp_ray.engine.own_modes import set_modes
 from dp_ray.engine.packing import rows_of_window
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.errors import JobError
-from dp_ray.job.plan import split_of, with_schedule
+from dp_ray.job.keys import NamedEval, measured_by
+from dp_ray.job.plan import due_of, split_of, with_schedule
 from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Split, Work
 from dp_ray.results.replayed import (
@@ -194,18 +196,33 @@ def _check_watched(trainer: TrainedModel, first: int, wanted: int, history: Step
 
 @dataclass(frozen=True)
 class RecordedEvaluations:
-    """The evaluations of a run, from its history: a scheduler that watches one goes the same way again."""
+    """A run's evaluations by one of its `eval`, from its history.
 
+    A scheduler that watches them goes the same way again, and a model whose own `eval()` changes its weights.
+    """
+
+    training: Training
     history: StepRows
+    named: NamedEval
 
     def is_due(self, step: int) -> bool:
         """Return whether the run measured anything after the step."""
-        return bool(self.measure(step))
+        return bool(self._measured(step))
+
+    def recurs(self, step: int) -> bool:
+        """Return whether the run would have measured after the step also if it went on."""
+        return due_of(self.named).recurs(self.training.split, step)
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the values that the run measured after the step."""
-        row = self.history.row(step)
-        return {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
+        with self.training.trainer.evaluating() as model:
+            set_modes(model, False)
+        return self._measured(step)
+
+    def _measured(self, step: int) -> dict[str, float]:
+        row, evaluations = self.history.row(step), self.training.context.job.evaluations
+        measured = {name: value for name, value in row.items() if value is not None}
+        return {name: value for name, value in measured.items() if measured_by(evaluations, name) == self.named}
 
 
 def _run_steps_before(training: Training, history: StepRows, wanted: int) -> LoadedStep:
@@ -227,7 +244,8 @@ def _steps_again(training: Training, history: StepRows, wanted: int) -> Generato
     _check_watched(trainer, begun, wanted, history)
     quarantine = unkept_quarantine(context.job, "dataset", source.dataset, context.run)
     context.say(f"from the state after {counted(begun, 'step')}: {counted(wanted - begun, 'step')} to run again")
-    progress, said = AfterStep(training, [RecordedEvaluations(history)]), time.monotonic()
+    recorded = [RecordedEvaluations(training, history, named) for named in context.job.evaluations]
+    progress, said = AfterStep(training, recorded), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
     with closing(load_steps(source, until, context.world.device, quarantine)) as loaded:
         for number in range(begun, wanted + 1):

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dp_ray.engine.bad_samples import Quarantine, Reference
+from dp_ray.engine.loader import remarks_on
 from dp_ray.engine.loading import find_reference, seeded_dataset
+from dp_ray.engine.own_modes import has_own_modes, set_modes
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
 from dp_ray.engine.votes import StepControl
@@ -58,7 +60,11 @@ class Context:
 
     def dataset(self, job: Job, key: str) -> Any:
         """Build the dataset of `key`, or return the one that the process holds."""
-        return seeded_dataset(job, key) if self.held is None else self.held.dataset(job, key)
+        is_new = self.held is None or key not in self.held.datasets
+        dataset = seeded_dataset(job, key) if self.held is None else self.held.dataset(job, key)
+        for line in remarks_on(job, key, dataset) if is_new and self.world.rank == 0 else ():
+            self.say(line)
+        return dataset
 
     def place(self) -> Placement:
         """Build the model, or return the one that the process holds; every rank calls this."""
@@ -161,7 +167,11 @@ def model_to_run(context: Context) -> Placement:
     has_weights = held is not None and held.has_weights
     if held is not None and all(gathered(has_weights)):
         return placement
+    if held is not None and has_weights and has_own_modes(placement.model):
+        held.forget()  # `eval()` has left it as no newcomer's is
+        placement = context.place()
     if job.init_from is not None:
+        set_modes(placement.model, True)  # weights are kept as they are in train mode
         weights, _ = read_start(run, job.init_from, job.strict, placement.sharers)
         loaded = placement.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
         if not has_weights:

@@ -5,6 +5,7 @@ It knows no Ray: `send` takes the reports. While a task runs, the process has th
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 
@@ -16,11 +17,13 @@ from dp_ray.engine.world import Trouble, World, alone, failed_in_group, group_er
 from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send
+from dp_ray.rundir.claim import kept_modes
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
 from dp_ray.tasks.held import Held
+from dp_ray.tasks.modes import as_in_script
 from dp_ray.tasks.numerics import check_numerics
 from dp_ray.tasks.own_loop import train_by_loop
 from dp_ray.tasks.predict import predict_outputs
@@ -52,7 +55,7 @@ def run_task(
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train if job.loop is None else train_by_loop}
     task = find_shards if job.finds_shards else tasks[job.task]
     control = control or StepControl()
-    with broken_gpu_named(world), settings_of(job, world), retries_told(job, world, send):
+    with broken_gpu_named(world), settings_of(job, world, kept_modes(run)), retries_told(job, world, send):
         try:
             if job.why_reads:
                 control.reads(job.why_reads)
@@ -112,14 +115,15 @@ def retries_told(job: Job, world: World, send: Send) -> Iterator[None]:
 
 
 @contextmanager
-def settings_of(job: Job, world: World) -> Iterator[None]:
-    """Set up the process for a job while it runs: generators, GPUs, and deterministic algorithms."""
+def settings_of(job: Job, world: World, modes: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Set up the process for a job while it runs: generators, GPUs, the script's `modes`, determinism."""
     gpus = [gpu for gpu in world.devices if gpu.type == "cuda"]
     grouped = alone(needs_group=shards_over(job, world))
     threads = max(1, int(job.cpus_per_worker))
     with (
         preserved(*gpus),
         gpus_ready(gpus),
+        as_in_script(modes or {}),
         deterministic(threads) if job.bitwise else nullcontext(),
         compiling(job),
         grouped,

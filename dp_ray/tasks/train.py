@@ -18,6 +18,7 @@ from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.engine.loading import Source, load_steps
 from dp_ray.engine.model import autocast
+from dp_ray.engine.own_modes import has_own_modes
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, build_step, of_neighbours
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
@@ -128,7 +129,7 @@ class TrainingRun(Generic[M]):
                     checkpointer.after_step(number, update, measured, must_save or control.take_save())
                 elif measured and held is not None:
                     note_best(training, measured)  # as rank 0 does
-                state.unfinished = None
+                state.unfinished, state.is_torn = None, False
                 if held is not None:
                     held.rows.append((number, update, measured, time.perf_counter(), times.data_wait))
                     if len(held.rows) > held.most_rows:
@@ -256,6 +257,9 @@ class Evaluates(Protocol):
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after a step."""
 
+    def recurs(self, step: int) -> bool:
+        """Return whether to evaluate after a step also if the training goes on."""
+
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics after a step, by their names in the history."""
 
@@ -269,6 +273,7 @@ class AfterStep:
     def __init__(self, training: Training, evaluators: Sequence[Evaluates], stopping: Stopping | None = None) -> None:
         self._state, self._split, self._schedule = training.state, training.split, training.trainer.schedule
         self._clock = training.times.clock
+        self._rounds = has_own_modes(training.trainer.model)  # whether an evaluation may round the weights
         self._evaluators = evaluators
         self._stopping = stopping
         self.stops = False
@@ -286,21 +291,26 @@ class AfterStep:
             state.is_torn = True
             measured = {**measured, "epoch_loss": state.end_epoch()}
             with reraise_as(f"step {step}: scheduler"):
-                self._schedule.after_epoch({**state.measured, "loss": measured["epoch_loss"]})
-        if self._stopping is not None and self._stopping.take(measured):
+                self._schedule.after_epoch({**state.at_end, **state.measured, "loss": measured["epoch_loss"]})
+        regular = {name: value for name, value in measured.items() if name not in state.at_end}
+        if self._stopping is not None and self._stopping.take(regular):
             self.stops = state.is_torn = True
             # As after the last step: what is not evaluated yet.
             measured |= self._evaluate(step, itertools.compress(self._evaluators, map(operator.not_, due)))
-        state.is_torn = False
+        state.is_torn = self._rounds and bool(measured.keys() - {"epoch_loss"})
         return measured
 
     def _evaluate(self, step: int, evaluators: Iterable[Evaluates]) -> dict[str, float]:
         measured: dict[str, float] = {}
+        self._state.is_torn |= self._rounds
         for evaluator in evaluators:
             self._clock.enter(Part.EVALUATION)
-            measured |= evaluator.measure(step)
+            found = evaluator.measure(step)
             self._clock.enter(Part.OTHER)
-        self._state.measured.update(measured)
+            for name in found:
+                self._state.at_end.pop(name, None)
+            (self._state.measured if evaluator.recurs(step) else self._state.at_end).update(found)
+            measured |= found
         return measured
 
 

@@ -12,7 +12,11 @@ from dp_ray.telemetry.times import FinishedStep
 
 @dataclasses.dataclass
 class TrainState:
-    """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
+    """The running values of a training: `step` steps are done; `measured` holds the last evaluation.
+
+    `at_end` has what was measured since only because the training ended. One that goes on does so as if it had not:
+    schedules and early stopping go by `measured`.
+    """
 
     step: int = 0
     # Sum and weight since the epoch's start.
@@ -23,6 +27,7 @@ class TrainState:
     best_step: int | None = None
     best_by: list[str] = dataclasses.field(default_factory=list)  # the metric and the mode that `best` refers to
     stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
+    at_end: dict[str, float] = dataclasses.field(default_factory=dict)
     # The last step, while not all is done that follows it. In memory alone.
     unfinished: FinishedStep | None = dataclasses.field(default=None, init=False, repr=False)
     is_torn: bool = dataclasses.field(default=False, init=False, repr=False)  # and it cannot be done again
@@ -53,8 +58,9 @@ class TrainState:
         """Return the values as a checkpoint holds them."""
         self._read()
         values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self) if name.init}
-        if not self.stopping:
-            del values["stopping"]  # earlier versions do not know it
+        for name in ("stopping", "at_end"):
+            if not values[name]:
+                del values[name]  # earlier versions do not know it
         return values
 
     def _read(self) -> None:

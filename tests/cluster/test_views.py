@@ -426,3 +426,44 @@ def test_those_that_serve_have_a_view_after_the_one_that_they_leave() -> None:
         assert await last is None
 
     played(play())
+
+
+def test_one_that_serves_and_gives_no_sign_is_left_out_while_its_answer_is_waited_for() -> None:
+    """Nobody has left the view by then: the others have answered, or wait for it in a collective."""
+
+    async def play() -> None:
+        channel = await started(serves=True)
+        await asyncio.gather(asks(channel, A), asks(channel, B), asks(channel, C))
+        assert await channel.gone(1, ["b", "c"]) == set()
+        channel._heard[B.name] -= 10.0
+        assert await beat(channel, C, 1) is Ask.NOTHING
+        assert await channel.gone(1, ["c"]) == set(), "only whose answer is waited for"
+        assert await channel.gone(1, ["b", "c"]) == {"b"}
+        assert await told(channel) == [Left((1,), "it gave no sign for 10 s (timeouts.rejoin)")]
+        assert await beat(channel, A, 1) is Ask.LEAVE_NOW and await beat(channel, B, 1) is Ask.END
+        assert await next_view(channel, A, C) == View(2, (A, C))
+
+    played(play())
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_an_idle_worker_that_stands_still_is_not_waited_for_and_comes_later(
+    monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+
+    async def play() -> None:
+        channel = await started(serves=serves)
+        for slot in (0, 2):
+            await channel.has_job(slot)
+        first = [await soon(asks(channel, member)) for member in (A, C)]
+        assert not any(each.done() for each in first), "it may still come"
+        channel._given = {slot: at - 10.0 for slot, at in channel._given.items()}
+        assert [await each for each in first] == [View(1, (A, C))] * 2
+        await channel.has_job(1)
+        newcomer = await soon(asks(channel, B))
+        assert await beat(channel, A, 1) is Ask.LEAVE and not newcomer.done()
+        views = await asyncio.gather(asks(channel, C, 4), asks(channel, A, 4))
+        assert list(views) == [await newcomer] * 2 and views[0] == View(2, (A, C, B))
+
+    played(play())

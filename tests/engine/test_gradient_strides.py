@@ -48,6 +48,6 @@ def test_a_training_of_depthwise_convolutions_says_nothing(tmp_path: Path, keys:
 
 def test_strides_that_do_differ_are_still_told(tmp_path: Path) -> None:
     """A weight that is laid out otherwise in the midst of the training costs DDP's copies."""
-    model = {"target": "tests.engine.test_gradient_strides:Depthwise", "args": {"turns_after": 4}}
+    model = {"target": "tests.engine.test_gradient_strides:Depthwise", "args": {"turns_after": 3}}
     with pytest.raises(ProcessExit, match=SAYS):
         run_group(job_of(model, "Images", workers=2), tmp_path)

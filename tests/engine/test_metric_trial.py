@@ -1,5 +1,6 @@
 """A metric of torchmetrics that takes each update for logits or probabilities is an error in an evaluation."""
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from ray.cloudpickle import CloudPickler
 from torch import nn
 from torchmetrics import classification, regression, segmentation, text
 
+from dp_ray.engine import world
 from dp_ray.engine.metric_trial import MetricTrial
 from dp_ray.engine.step import StepOutput
 from dp_ray.errors import JobError
@@ -271,3 +274,67 @@ def test_an_evaluation_of_one_update_or_of_probabilities_is_the_whole_ones(tmp_p
     assert measured(whole)["auroc"] == measured(shards)["auroc"] == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ProcessExit, match="reads each update as a whole"):
         run_group(job_of("evaluate"), tmp_path / "logits")
+
+
+def local_metric() -> Any:
+    """A metric of a class that no import finds, as one of a script or notebook is for a worker."""
+
+    class Rows:
+        def __init__(self) -> None:
+            self.rows = 0
+
+        def update(self, outputs: Any, target: Any) -> None:
+            self.rows += len(outputs)
+
+        def compute(self) -> float:
+            return float(self.rows)
+
+        def merge_state(self, other: Any) -> None:
+            self.rows += other.rows
+
+        def reset(self) -> None:
+            self.rows = 0
+
+    return Rows()
+
+
+def test_a_metric_of_a_script_goes_between_workers_by_the_groups_pickler(monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = local_metric()
+    metric.rows = 3
+    with pytest.raises(AttributeError, match="local object"):
+        world.pickled(metric)
+    monkeypatch.setattr(world, "_pickler", CloudPickler)
+    assert pickle.loads(world.pickled({0: metric}))[0].compute() == 3
+    assert world.pickled([1, "text"]) == pickle.dumps([1, "text"], 5)
+
+
+class Unsendable:
+    """A metric that no pickler takes."""
+
+    def __init__(self) -> None:
+        self.rows = (row for row in range(3))
+
+    def update(self, outputs: Any, target: Any) -> None:
+        raise AssertionError("no step has begun")
+
+    def compute(self) -> float:
+        return 0.0
+
+    def merge_state(self, others: Any) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+def test_a_metric_that_cannot_go_between_workers_is_an_error_with_its_key_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    given = {
+        "task": "evaluate",
+        "model": nn.Identity(),
+        "dataset": torch.utils.data.TensorDataset(*[torch.ones(4, 1)] * 2),
+    }
+    job = Job.make({**given, "metrics": {"mine": Unsendable}, "batch_size": 4, "workers": 2}, "job")
+    with pytest.raises(ProcessExit, match=r"metrics\.mine: its attribute rows cannot be pickled"):
+        run_group(job, tmp_path)

@@ -1,6 +1,8 @@
 """Random numbers are a sample's and a shard's own, whoever draws them, and a caller's generators stay."""
 
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,122 @@ def test_a_models_noise_is_the_shards_and_the_callers_generators_are_given_back(
     after = torch.rand(3), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     assert torch.equal(after[0], before[0])
     assert after[1:] == before[1:]
+
+
+module_level = np.random.default_rng(5)
+
+
+def with_module_level(value: float) -> float:
+    return value + module_level.random()
+
+
+class Jitter:
+    """A transform with a generator of its own."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, value: float) -> float:
+        if isinstance(self.rng, torch.Generator):
+            return value + torch.rand((), generator=self.rng, dtype=torch.float64).item()
+        return (
+            value + self.rng.random() if not isinstance(self.rng, np.random.RandomState) else value + self.rng.rand()
+        )
+
+
+class Slotted:
+    __slots__ = ("jitter",)
+
+
+class MadeLate:
+    """Makes its generator when it is called first, in whichever process that is."""
+
+    rng: Any = None
+
+    def __call__(self, value: float) -> float:
+        if self.rng is None:
+            self.rng = np.random.default_rng(0)
+        return float(value + self.rng.random())
+
+
+class Base(torch.utils.data.Dataset[Any]):
+    """Samples of which each number comes from a generator that another thing holds."""
+
+    of_class = np.random.default_rng(9)
+
+    def __init__(self, first: int, num: int) -> None:
+        self.first, self.num = first, num
+        by_variable, slotted = Jitter(random.Random(1)), Slotted()
+        slotted.jitter = Jitter(np.random.default_rng(2))  # type: ignore[attr-defined]
+        self.unused: list[Any] = [np.random.default_rng(7), random.Random(7), torch.Generator()]
+        self.transforms: list[Callable[[float], float]] = [
+            Jitter(np.random.default_rng(1)),
+            nn.ModuleList([Named(torch.Generator())])[0],
+            lambda value: by_variable(value),
+            functools.partial(lambda jitter, value: jitter(value), Jitter(np.random.RandomState(3))),
+            Jitter(np.random.Generator(np.random.MT19937(4))).__call__,
+            lambda value: slotted.jitter(value),  # type: ignore[attr-defined]
+            with_module_level,
+            lambda value: value + type(self).of_class.random(),
+            MadeLate(),
+        ]
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [transform(self.first + index) for transform in self.transforms]
+        return torch.tensor([*drawn, self.first + index], dtype=torch.float64)
+
+
+class Named(nn.Module):
+    def __init__(self, rng: torch.Generator) -> None:
+        super().__init__()
+        self.jitter = {"of": Jitter(rng)}
+
+    def forward(self, value: float) -> float:
+        return self.jitter["of"](value)
+
+
+class Around(torch.utils.data.Dataset[torch.Tensor]):
+    """A wrapper of the user's own, which calls what it wraps neither `dataset` nor anything else that is known."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        item: torch.Tensor = self.parts[index]
+        return item
+
+
+def around() -> Around:
+    return Around(torch.utils.data.ConcatDataset[Any]([Base(0, 15), Base(15, 25)]))
+
+
+def test_generators_are_found_wherever_a_dataset_holds_them() -> None:
+    first = rows_of(around(), 7, 3)
+    assert rows_of(around(), 40, 1) == first
+    assert rows_of(around(), 5, 5, loader={"processes": 2, "context": "fork"}) == first
+    drawn = np.array([first[index] for index in range(40)])
+    assert drawn[:, -1].tolist() == list(range(40))
+    noise = drawn[:, :-1] - drawn[:, -1:]
+    assert [len(set(column)) for column in noise.T] == [40] * 9, "each sample has its own, whoever draws"
+    assert len({round(value, 12) for value in noise.flatten()}) == noise.size, "no two generators draw the same"
+    assert 0 <= noise.min() < 0.1 < 0.4 < noise.mean() < 0.6 < 0.9 < noise.max() < 1
+    assert rows_of(around(), 7, 3, epoch=1)[0] != first[0]
+
+
+def test_a_generator_that_no_sample_draws_from_stays_as_it_is() -> None:
+    dataset = around()
+    kept = dataset.parts.datasets[1].unused
+    expected = [
+        np.random.default_rng(7).random(),
+        random.Random(7).random(),
+        torch.rand(2, generator=torch.Generator()),
+    ]
+    rows_of(dataset, 7, 3)
+    assert [kept[0].random(), kept[1].random()] == expected[:2]
+    assert torch.equal(torch.rand(2, generator=kept[2]), expected[2])

@@ -16,6 +16,7 @@ import dp_ray
 from dp_ray.driver.checks import check_targets
 from dp_ray.engine.eval_state import evaluating
 from dp_ray.engine.model import build_model
+from dp_ray.engine.own_modes import returning
 from dp_ray.engine.prediction import PredictedShard
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
@@ -124,7 +125,7 @@ def test_where_the_outputs_are_taken_nothing_of_the_models_modes_is_left(taken: 
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
             if isinstance(done, PredictedShard):
                 found.append(done.outputs["outputs"].dtype)
-    assert modes() == outside and model.training and model.runs == 0
+    assert modes() == outside and not model.training and model.runs == 0
     assert set(model.seen) == {(False, False, True)} and set(found) == {torch.bfloat16}
     assert len(model.seen) == min(6, taken - taken // 3)  # each third one is the end of a step
 
@@ -199,7 +200,7 @@ def test_each_module_has_its_own_mode_again_after_an_evaluation() -> None:
     model[1].eval()
     weight = model.state_dict()["2.weight"].clone()
     modes = [module.training for module in model.modules()]
-    with evaluating(model):
+    with returning(model), evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
     torch.testing.assert_close(model.state_dict()["2.weight"], weight)

@@ -36,34 +36,24 @@ def test_numbers_of_one_worker_each_arrive_with_their_bits(cells: list[tuple[int
         bits[worker, place] = number
     gradients = []
     for own in bits:
-        bucket, parameter = StatsBucket(len(cells), CPU), torch.ones(3, requires_grad=True)
-        bucket.load(torch.from_numpy(own.view(np.float64)))
-        bucket.attach((2 * parameter).sum()).backward()  # type: ignore[no-untyped-call]
-        assert parameter.grad is not None
-        assert bucket.parameter.grad is not None
-        assert parameter.grad.tolist() == [2, 2, 2]
-        gradients.append(bucket.parameter.grad)
+        gradients.append(StatsBucket(len(cells), 3, CPU).gradient(torch.from_numpy(own.view(np.float64)), None))
     told = torch.zeros(len(cells), dtype=torch.float64)
-    last = StatsBucket(len(cells), CPU)
-    last.load(told)
+    last = StatsBucket(len(cells), 3, CPU)
     last.parameter.grad = sum((gradients[at] for at in order), torch.zeros_like(gradients[0]))
-    last.unload()
+    assert last.unload(told, True) == [True, True, True]
     assert told.numpy().view(np.int64).tolist() == bits.sum(0).tolist()
     assert last.parameter.grad is None
 
 
-def test_a_carrier_without_a_load_gives_zeros_and_loads_anew_in_each_step() -> None:
-    bucket = StatsBucket(2, CPU)
-    for number in (None, 1.5, None, 2.5):
-        numbers = torch.tensor([0.0, number or 0.0], dtype=torch.float64)
-        if number is not None:
-            bucket.load(numbers)
-        bucket.attach(torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-        assert bucket.parameter.grad is not None
-        assert bucket.parameter.grad.any() == (number is not None)
-        numbers[1] = 0.0
-        bucket.unload()
-        assert numbers.tolist() == [0.0, number or 0.0]
+def test_what_any_worker_used_is_told_beside_the_numbers() -> None:
+    bucket = StatsBucket(1, 3, CPU)
+    numbers, nothing = torch.tensor([1.5], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    bucket.parameter.grad = bucket.gradient(numbers, [True, False, False]) + bucket.gradient(
+        nothing, [True, True, False]
+    )
+    told = torch.zeros(1, dtype=torch.float64)
+    assert bucket.unload(told, True) == [True, True, False]
+    assert told.tolist() == [1.5]
 
 
 class OneAsks(StopsBefore):

@@ -37,7 +37,7 @@ def run_of(job: Job, status: str | None = None, **holds: Any) -> DirectoryState:
     )
 
 
-def wanted(job: Job, steps: int = 10, rows: dict[str, int] = ROWS, **asked: bool) -> Wanted:
+def wanted(job: Job, steps: int = 10, rows: dict[str, int] = ROWS, **asked: Any) -> Wanted:
     return Wanted(job, rows, steps, **asked)
 
 
@@ -191,7 +191,7 @@ class Combination:
             has_history=self.has_history,
         )
         rows = ROWS if self.has_same_rows else {"dataset": 99}
-        asked = {"overwrite": self.overwrite, "resume": self.resume, "is_reopened": self.is_reopened}
+        asked: dict[str, Any] = {"overwrite": self.overwrite, "resume": self.resume, "is_reopened": self.is_reopened}
         return decide(found, Wanted(here, rows, 10 * self.epochs, **asked))
 
 

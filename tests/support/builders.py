@@ -142,9 +142,11 @@ def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) ->
     return OptimizerStep(job, model, device)
 
 
-def ddp_reduction_of(placement: Placement, trained: Trained, finds_unused: bool, num_stats: int) -> DdpReduction:
+def ddp_reduction_of(
+    placement: Placement, trained: Trained, finds_unused: bool | str, num_stats: int
+) -> DdpReduction:
     """Build the reduction of several workers, for a group of one: the hook, its thread and its stream."""
-    return DdpReduction(trained, placement.world, False, num_stats)
+    return DdpReduction(trained, placement.world, False, num_stats, placement.say)
 
 
 def loader_of(

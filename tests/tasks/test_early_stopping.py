@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.early_stopping import Patience
 from dp_ray.tasks.train_state import TrainState
 from tests.support.cli import status_of
-from tests.support.group import history_of, run_group
+from tests.support.group import history_of, run_group, weights_of
 from tests.support.trainings import job_of, keys_of
 
 PAIRS = "tests.support.training:Pairs"
@@ -167,6 +168,30 @@ def test_a_run_that_began_without_it_goes_on_with_it(tmp_path: Path) -> None:
     assert len(history_of(tmp_path)) == 4
     run_group(job_of("mlp", workers=1, **keys), tmp_path)
     assert 4 < len(history_of(tmp_path)) < 36
+
+
+PLATEAU = {
+    "target": "torch.optim.lr_scheduler:ReduceLROnPlateau",
+    "args": {"patience": 0, "factor": 0.5},
+    "per": "epoch",
+    "metric": "eval_loss",
+}
+
+
+@pytest.mark.parametrize("scheduler", [None, PLATEAU])
+def test_the_evaluation_at_the_end_of_a_piece_counts_for_nothing_later(tmp_path: Path, scheduler: Any) -> None:
+    """Neither for patience nor for a scheduler: a training in pieces is that without, to the step and the bit."""
+    keys = {**KEYS, "batch_size": 8, "eval": {**EVAL, "every_steps": 3}, "epochs": 9, "scheduler": scheduler}
+    keys["early_stopping"] = {"metric": "eval_loss", "patience": 4}
+    run_group(job_of("mlp", workers=1, **keys), tmp_path / "whole")
+    for most in (4, 7, 8, 11, None):
+        run_group(job_of("mlp", workers=1, **keys, max_steps=most), tmp_path / "pieces")
+    whole, pieces = history_of(tmp_path / "whole"), history_of(tmp_path / "pieces")
+    assert 12 < len(pieces) == len(whole) < 36
+    rates = [[row["learning_rate"] for row in rows] for rows in (whole, pieces)]
+    assert rates[0] == rates[1] and (scheduler is None or len(set(rates[0])) > 1)
+    weights = weights_of(tmp_path / "whole")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in weights_of(tmp_path / "pieces").items())
 
 
 def test_the_keys_at_their_defaults_leave_the_fingerprint_as_it_was() -> None:

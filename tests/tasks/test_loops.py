@@ -1,9 +1,10 @@
 """A training whose loop is the user's, against the same loop in plain torch on whole batches."""
 
 import time
+from collections import Counter, OrderedDict, defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -503,6 +504,7 @@ def test_a_wrong_call_is_told(tmp_path: Path, call: Any, says: str) -> None:
 
 def test_a_number_is_logged_as_it_is_then(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
+        run._has_trained = True  # as far as this test goes
         count = torch.zeros(())
         for step in run.steps():
             step.log(count=count)
@@ -513,6 +515,7 @@ def test_a_number_is_logged_as_it_is_then(tmp_path: Path) -> None:
 
 def test_numpys_numbers_are_logged(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
+        run._has_trained = True  # as far as this test goes
         for step in run.steps():
             step.log(a=np.float32(0.5), b=np.int64(step.number))
 
@@ -528,6 +531,7 @@ def test_a_gather_has_each_rows_item_and_no_graph(tmp_path: Path) -> None:
             return {"made": run.model(batch[1]), "names": ["x"] * len(batch[0])}
 
     def loop(run: dp_ray.Loop) -> None:
+        run._has_trained = True  # as far as this test goes
         for step in run.steps():
             found = step.gather(lambda batch: made(batch, run))
             assert not found["made"].requires_grad
@@ -586,6 +590,7 @@ def test_a_gather_before_the_first_pass_ends_the_early_steps(tmp_path: Path) -> 
     early = []
 
     def loop(run: dp_ray.Loop) -> None:
+        run._has_trained = True  # as far as this test goes
         for step in run.steps():
             step.gather(lambda batch: batch[0])
             early.append(step._model.state._is_early)
@@ -596,6 +601,7 @@ def test_a_gather_before_the_first_pass_ends_the_early_steps(tmp_path: Path) -> 
 
 def test_numbers_may_be_logged_in_another_order(tmp_path: Path) -> None:
     def loop(run: dp_ray.Loop) -> None:
+        run._has_trained = True  # as far as this test goes
         for step in run.steps():
             step.log(**({"a": 1.0, "b": 2.0} if step.number else {"b": 2.0, "a": 1.0}))
 
@@ -729,6 +735,7 @@ def test_a_state_is_filled_where_the_loop_holds_parts_of_it(tmp_path: Path) -> N
     held: list[Any] = []
 
     def loop(run: dp_ray.Loop) -> None:
+        run._has_trained = True  # as far as this test goes
         table, twice = torch.zeros(3, 2), torch.zeros(2)
         state = run.state(
             "all", {"table": table, 1: {"seen": []}, "twice": [twice, twice], "wide": twice.expand(3, 2)}
@@ -754,6 +761,120 @@ def test_a_state_is_filled_where_the_loop_holds_parts_of_it(tmp_path: Path) -> N
     assert [number for number, _ in seen] == list(range(6))
     assert [len(ones) for _, ones in seen] == list(range(6))
     assert [one.tolist() for one in state["twice"]] == [[6, 6], [12, 12]]
+
+
+@pytest.mark.parametrize("ends", ["at the last step", "by run.stop"])
+def test_a_loop_that_trains_nothing_ends_in_an_error_before_weights_are_kept(tmp_path: Path, ends: str) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(loops.sgd(run.model.generator))
+        for step in run.steps():
+            step.gather(lambda batch: of_generator(batch, run))
+            update.step()  # of no gradient
+            if step.number == 1 and ends == "by run.stop":
+                run.stop("enough")
+
+    steps = 2 if ends == "by run.stop" else 3
+    with pytest.raises(ModelError, match=f"loop: none of its {steps} steps has trained anything; call step.backward"):
+        here(tmp_path, loop, epochs=1)
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+
+
+def test_a_loop_may_train_by_gradients_of_its_own(tmp_path: Path) -> None:
+    """And by none in most steps: it may fill a buffer first."""
+
+    def loop(run: dp_ray.Loop) -> None:
+        update = run.optimizer(torch.optim.SGD(run.model.generator.parameters(), 0.1))
+        for step in run.steps():
+            if step.number == run.num_steps - 1:
+                for parameter in run.model.generator.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                update.step()
+
+    weights = here(tmp_path, loop, epochs=1).weights
+    torch.manual_seed(0)
+    plain = loops.Gan().generator
+    for name, tensor in plain.named_parameters():
+        torch.testing.assert_close(weights[f"generator.{name}"], tensor.detach() - 0.1)
+
+
+class Point(NamedTuple):
+    x: int
+    table: torch.Tensor
+
+
+def test_a_resumed_loop_finds_each_kind_of_state_as_it_was(tmp_path: Path) -> None:
+    """Under the loop's own names too, and groups that it has given its optimizer: as if it had not been resumed."""
+    held: list[Any] = []
+
+    def loop(run: dp_ray.Loop) -> None:
+        table, rows, seen, twice = torch.zeros(2), [], Counter(), torch.zeros(1)
+        state: Any = {"by": defaultdict(list), "order": OrderedDict(a=0, b=0), "rows": rows, "again": {"rows": rows}}
+        state |= {"pair": (table, "b"), "point": Point(3, table), "rate": np.float32(0.1), "twice": [twice, twice]}
+        state["self"] = state
+        run.state("all", state)
+        run.state("seen", seen)
+        first, _, last = run.model.generator
+        optimizer = torch.optim.SGD(first.parameters(), 0.1, 0.9)
+        update = run.optimizer(optimizer)
+        for step in run.steps():
+            if step.number == 1:
+                optimizer.add_param_group({"params": list(last.parameters()), "lr": 0.01})
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator if step.number else first)
+            update.step()
+            seen[step.number % 2] += 1
+            state["by"][step.number % 4].append(step.number)
+            state["order"].move_to_end("ab"[step.number % 2])
+            rows.append(len(state["again"]["rows"]))
+            table += step.number
+            twice += 1
+            state["rate"] *= np.float32(1.1)
+            if step.number == 1:
+                state["pair"] = (*state["pair"], step.number)
+        state["self"]["self"] = None
+        held.append([seen, {**state}, table, type(state["rate"]), state["again"]["rows"] is rows])
+
+    weights = []
+    for name, parts in (("whole", [2]), ("parts", [1, 2])):
+        for epochs in parts:
+            result = here(tmp_path, loop, epochs=epochs, name=name, resume=True)
+        weights.append(result.weights)
+    assert repr(held[0]) == repr(held[2]), "plainly in one go, and resumed"
+    assert list(held[2][1]["order"]) == ["a", "b"] and held[2][1]["point"].x == 3 and held[2][-1]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+class OwnDict(dict[str, int]):
+    """A dict of the user's, whose items may need more than to be set."""
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"a": [np.zeros(3)]}, "the state's 'value.a.0' is of type ndarray.*torch.from_numpy"),
+        ({"a": np.zeros(1)}, "the state's 'value.a' is of type ndarray"),
+        ({"a": OwnDict()}, "the state's 'seen.a' is a OwnDict, and only a dict, list or tuple comes back"),
+        ({"a": torch.zeros(2).shape}, "the state's 'seen.a' is a Size"),
+    ],
+)
+def test_a_state_that_would_not_come_back_is_refused_by_its_path(tmp_path: Path, value: Any, says: str) -> None:
+    def loop(run: dp_ray.Loop) -> None:
+        run.state("seen", value)
+
+    with pytest.raises(JobError, match=says):
+        here(tmp_path, loop)
+
+
+def test_a_kind_of_state_that_comes_later_is_refused_before_a_checkpoint_has_it(tmp_path: Path) -> None:
+    def late(run: dp_ray.Loop) -> None:
+        state: Any = run.state("late", {"a": {}})
+        update = run.optimizer(loops.sgd(run.model.generator))
+        for step in run.steps():
+            state["a"] = Counter("ab")
+            step.backward(lambda batch: of_generator(batch, run), run.model.generator)
+            update.step()
+
+    with pytest.raises(ModelError, match=r"'late.a' is a Counter, .* when run.state was called"):
+        here(tmp_path, late)
 
 
 def test_a_state_that_differs_by_worker_ends_the_job_and_names_it(tmp_path: Path) -> None:

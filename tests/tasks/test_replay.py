@@ -414,3 +414,20 @@ def test_a_run_in_an_object_store(server: Server) -> None:
     found = replayed(run, 45)
     assert (found.compared, found.start) == ("bitwise equal", 40)
     assert server.log.read_text() == before, "no request that writes"
+
+
+def step_alone(model: nn.Module, batch: Any) -> Any:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_evaluations_that_round_the_weights_do_so_again(tmp_path: Path, several: bool) -> None:
+    """As those of a model that merges a part into its weights in `eval()`. Rows run alone in it round nothing."""
+    evaluation = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 20}}, "every_steps": 2}
+    keys: dict[str, Any] = {"eval": {"a": evaluation, "a_b": evaluation} if several else evaluation}
+    keys |= {"checkpoint": {"every_steps": 100}, "bitwise": True, "shards": 2, "batch_size": 35}
+    keys |= {"loss": None, "step": "tests.tasks.test_replay:step_alone"}
+    job = job_of({"target": "tests.support.own_modes:rounds"}, workers=1, **keys)
+    run = trained(job.model_copy(update={"epochs": 4}), tmp_path, (1, None))
+    found = replayed(run, 11)
+    assert found.compared == "bitwise equal" and "alone" in found.row_losses and found.start == 0

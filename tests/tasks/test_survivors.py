@@ -450,3 +450,15 @@ def test_what_forwards_have_written_early_survives_the_loss_of_any_rank(tmp_path
     assert_same(tmp_path / "run", tmp_path / "undisturbed")
     for name, tensor in plainly_trained(4).items():
         torch.testing.assert_close(weights_of(tmp_path / "run")[name], tensor)
+
+
+@pytest.mark.parametrize("part", ["second evaluation", "checkpoint"])
+def test_an_evaluation_that_rounds_the_weights_is_not_done_twice(tmp_path: Path, part: str) -> None:
+    """As of a model that merges a part into its weights in `eval()`: the newest checkpoint is read."""
+    evaluation = {"dataset": KEYS["eval"]["dataset"], "every_steps": 4}
+    keys = {**KEYS, "ema": None, "eval": {"a": evaluation, "b": evaluation}, "checkpoint": {"every_steps": 4}}
+    model = {"target": "tests.support.own_modes:adapted"}
+    job = job_of(model, **keys, optimizer={"target": "torch.optim:SGD", "args": {"lr": 0.02}}, workers=1)
+    run_group(job, tmp_path / "undisturbed")
+    run_surviving(job.model_copy(update={"workers": 2}), tmp_path / "run", [Fault(0, 7, part)])
+    assert_same(tmp_path / "run", tmp_path / "undisturbed")

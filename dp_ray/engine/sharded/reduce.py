@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.reduce import GRADIENTS, Reduction, Trained, Work
+from dp_ray.engine.reduce import GRADIENTS, REQUIRES_GRAD, Reduction, Trained, Work
 from dp_ray.engine.sharded.state import Sharded
 from dp_ray.engine.tree_sum import add, tree_sum, zeros_that_add_nothing
 from dp_ray.engine.world import everyone, gathered
+from dp_ray.errors import ModelError
 from dp_ray.plan.split import worker_shards
 from dp_ray.plan.tree import Node, fold, nodes_by_rank
 from dp_ray.system.threads import waiting
+from dp_ray.text import listed
 
 
 class ShardedReduction(Reduction):
@@ -40,6 +42,7 @@ class ShardedReduction(Reduction):
         self._is_dummy = False
         self._exchanges = True
         self._work: Work = None
+        self._modes = [unit.sharded_param.requires_grad for unit in self._units]
         self.called = self._forward
         for parameter in sharded.replicated.values():
             self._watch(parameter, parameter)
@@ -78,6 +81,7 @@ class ShardedReduction(Reduction):
         with waiting(GRADIENTS):
             assert self._work is not None
             self._work.wait()
+        self._check_modes([unit.sharded_param for unit in self._units])
         unused = self._unused()
         self._sum_replicated(
             [param for param in self._sharded.replicated.values() if param.requires_grad and id(param) not in unused]
@@ -96,10 +100,23 @@ class ShardedReduction(Reduction):
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
             if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
                 self._watch(gathered, unit.sharded_param)
+        # A forward sees the gathered ones. Workers that differ in them would exchange sums of other sizes.
+        self._check_modes([getattr(unit, "_unsharded_param", unit.sharded_param) for unit in self._units])
         if self._exchanges:
             self._sharded.round.ask()
         self._unwatched = [unit for unit in self._unwatched if not hasattr(unit, "_unsharded_param")]
         return loss
+
+    def _check_modes(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise ModelError for a parameter that was frozen, or thawed, since the model was built."""
+        modes = list(map(REQUIRES_GRAD, parameters))
+        if modes != self._modes:
+            units = [unit for unit, now, before in zip(self._units, modes, self._modes, strict=True) if now != before]
+            names = listed([str(unit._param_fqn) for unit in units])
+            raise ModelError(
+                f"requires_grad of {names} has changed since the model was built, which strategy: fsdp does not "
+                "follow; take strategy: ddp"
+            )
 
     def _reached(self) -> list[torch.Tensor]:
         gathered = [getattr(unit, "_unsharded_param", None) for unit in self._units]
@@ -138,10 +155,10 @@ class ShardedReduction(Reduction):
             parameter.grad.copy_(numbers)
 
 
-def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
-    """Note that the parameter of this id got a gradient."""
+def _note(reduction: "weakref.ref[ShardedReduction]", number: int, gathered: torch.Tensor) -> None:
+    """Note that the parameter of this id got a gradient; a function of the model's may give it None."""
     live = reduction()
-    if live is not None and not live._is_dummy:
+    if live is not None and not live._is_dummy and gathered.grad is not None:
         live._used.add(number)
         live._sharded.round.used.add(number)
 
