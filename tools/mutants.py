@@ -386,7 +386,8 @@ class Copy:
                 status: int | None = process.wait(LIMIT)
             except subprocess.TimeoutExpired:
                 status = None
-                for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                whole = psutil.Process(process.pid)
+                for each in [*whole.children(recursive=True), whole]:
                     with suppress(psutil.NoSuchProcess):
                         each.kill()
                 process.wait()
@@ -426,7 +427,7 @@ def every() -> list[Mutant]:
 def row(mutant: Mutant) -> str:
     """Return a mutant's line in docs/contributing/tests.md."""
     what = mutant.what.replace("drawn: ", f"`{mutant.file}`, drawn: ")
-    return f"| {what} | `{mutant.shows.removeprefix('tests/')}` |"
+    return f"| {what} | `{mutant.shows}` |"
 
 
 def main(words: list[str]) -> int:
