@@ -94,7 +94,7 @@ def run_in_views(
     worker = replace(worker, name=uuid.uuid4().hex)
     held, has_lost_peer = Held(), False
     with reported_errors(worker, attempt, here, lambda: False):
-        assigned, here = unpacked(packed, here)
+        assigned, here = assignment_of(packed, here)
         if ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
             hold_in_advance(assigned, here, held)
     while (given := next_view(worker, here, held.finished, has_lost_peer)) is not None:
@@ -112,7 +112,7 @@ def run_in_views(
     return None
 
 
-def unpacked(packed: Any, here: World) -> tuple[Assignment, World]:
+def assignment_of(packed: Any, here: World) -> tuple[Assignment, World]:
     """Return a job with objects of its own, and this worker's world with its devices."""
     assigned: Assignment = ray.get(packed).load()
     assert assigned.job is not None
@@ -151,7 +151,7 @@ def run_packed(
     With a view, the job may go on in another one.
     """
     with reported_errors(worker, attempt, here, lambda: False):
-        assigned, world = unpacked(packed, here) if view is None else (view.assigned, here)
+        assigned, world = assignment_of(packed, here) if view is None else (view.assigned, here)
         run = Storage(assigned.run_dir)
     heartbeat = Heartbeat(worker, attempt, world, run, assigned.step_seconds, assigned.faults)
     beats: AbstractContextManager[Any] = nullcontext() if view is None else heartbeat  # also while a view forms
@@ -218,7 +218,7 @@ def run_assigned(
         send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
         with heartbeat if view is None else nullcontext():
             if assigned.job is None:
-                assigned.job = unpacked(packed, world)[0].job
+                assigned.job = assignment_of(packed, world)[0].job
             assert assigned.job is not None
             run_task(
                 assigned.job,
