@@ -3,6 +3,7 @@
 The processes stay from one group to the next of the same test, and end with it: none inherits another's state.
 """
 
+import pickle
 import threading
 import traceback
 from contextlib import suppress
@@ -76,7 +77,8 @@ def run_group(job: Job, folder: Path | str, control: StepControl | None = None) 
     dead: list[Connection] = []
     try:
         for rank, (_, pipe) in enumerate(group):
-            pipe.send((rank, size, job, str(folder), store.port, control))
+            # Bytes of its own for each: multiprocessing would have the workers share the memory of the job's tensors.
+            pipe.send_bytes(pickle.dumps((rank, size, job, str(folder), store.port, control)))
         busy = [pipe for _, pipe in group]
         while busy:
             ready: list[Any] = wait(busy)
@@ -158,7 +160,7 @@ def _serve(pipe: Connection) -> None:
     is_first = True
     while True:
         try:
-            given = pipe.recv()
+            given = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
         if is_first and given[2].loader.processes:  # later it has threads
