@@ -235,7 +235,7 @@ def test_generators_are_found_wherever_a_dataset_holds_them() -> None:
 def test_a_generator_that_no_sample_draws_from_stays_as_it_is() -> None:
     dataset = around()
     kept = dataset.parts.datasets[1].unused
-    expected = [
+    expected: list[Any] = [
         np.random.default_rng(7).random(),
         random.Random(7).random(),
         torch.rand(2, generator=torch.Generator()),

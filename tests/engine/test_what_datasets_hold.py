@@ -46,7 +46,8 @@ def test_open_files_and_archives_are_told_before_a_fork(tmp_path: Path) -> None:
         (tmp_path / "log.txt").open("w") as log,
         sqlite3.connect(tmp_path / "rows.db") as connection,
     ):
-        dataset = ConcatDataset([Holding(opened, log), Holding({"text": text}), Holding(connection)])
+        held: list[Any] = [Holding(opened, log), Holding({"text": text}), Holding(connection)]
+        dataset: Any = ConcatDataset(held)
         (line,) = remarks(dataset, **FORK)
         assert remarks(dataset) == remarks(dataset, processes=2, context="spawn") == []
     connection.close()
