@@ -105,33 +105,37 @@ class Samples(Dataset[Any]):
         if self._seeds is None:
             self._seeds, self._looks = SampleSeeds(self._own_generators()), LOOKS
         while True:
+            items = failed = None
             self._seeds.begin()
             try:
-                items = self._each(wanted, self._seeds)
-            except Error:
-                if self._learns():  # what was drawn before it was seeded may have led to it
-                    continue
-                raise
-            if not self._learns():
+                if self._seeds.drawn:
+                    items = self._each(wanted, self._seeds)
+                else:
+                    items = self.reader.whole(wanted.indices) if self._is_bare else self._read(wanted, wanted.indices)
+            except Error as error:  # what was drawn before it was seeded may have led to it
+                failed = error
+            has_learnt = self._seeds.learn()
+            if self._looks:  # a dataset may make its generators in its first reads
+                has_learnt |= self._finds_new()
+            if not has_learnt:
+                if failed is not None:
+                    raise failed
                 return items
 
-    def _learns(self) -> bool:
-        """Return whether the samples just read are to be read again, as they drew what was not seeded yet."""
+    def _finds_new(self) -> bool:
+        """Return whether the dataset has other generators now; then these are watched."""
         assert self._seeds is not None
-        has_learnt = self._seeds.learn()
-        if self._looks:  # a dataset may make its generators in its first reads
-            own, self._looks = self._own_generators(), self._looks - 1
-            if [each.rng for each in own] != [each.rng for each in self._seeds.own]:
-                self._seeds, has_learnt = SampleSeeds(own), True
-        return has_learnt
+        own, self._looks = self._own_generators(), self._looks - 1
+        if [each.rng for each in own] == [each.rng for each in self._seeds.own]:
+            return False
+        self._seeds = SampleSeeds(own)
+        return True
 
     def _own_generators(self) -> list[OwnGenerator]:
         return own_generators(self.dataset, with_globals=True)[0]
 
     def _each(self, wanted: ReadRequest, seeds: SampleSeeds) -> Any:
-        """Return the samples of a request; if samples draw, each is read by itself."""
-        if not seeds.is_drawn:
-            return self.reader.whole(wanted.indices) if self._is_bare else self._read(wanted, wanted.indices)
+        """Return the samples of a request, each read by itself."""
         items: list[Any] = []
         for index in wanted.indices:
             seeds.seed(derive_seed(self.seed, "sample", wanted.epoch, index))

@@ -25,21 +25,23 @@ from dp_ray.plan.split import Shard
 Seed: TypeAlias = Callable[[int], object]
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
+NUMPY = 1  # its place in GLOBAL
 MOST = 64  # generators that a dataset or model may hold: each takes microseconds of every sample that draws from it
 with torch.inference_mode(False):
     _cell = torch.empty((), dtype=torch.float32, device="cpu")  # made once: a new tensor takes longer than the draw
-# Of each global generator on the CPU: how to seed it, and how to draw a number from it.
-GLOBAL: tuple[tuple[Seed, Callable[[], float]], ...] = (
+# Of each global generator on the CPU: how to seed it, numpy's with 32 bits, and how to draw a number from it.
+GLOBAL: tuple[tuple[Seed, Callable[[], Any]], ...] = (
     (random.seed, random.random),
-    (lambda number: np.random.seed(number % 2**32), np.random.random_sample),
-    (torch.default_generator.manual_seed, lambda: _cell.uniform_().item()),
+    (np.random.seed, np.random.random_sample),
+    (torch.default_generator.manual_seed, _cell.uniform_),
 )
 
 
 def seed_all(number: int, device: torch.device | None = None) -> None:
     """Seed the global generators; given a `device` to compute on, also those of this process's GPUs."""
-    for seed, _ in GLOBAL:
-        seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
     if device is None or not (is_gpu(device) or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return
     if not torch.cuda.default_generators:
@@ -157,19 +159,14 @@ class SampleSeeds:
     def __init__(self, own: Sequence[OwnGenerator]) -> None:
         self.own = own
         self._quiet = list(range(len(GLOBAL) + len(own)))  # not known to be drawn from
-        self._drawn: list[Seed] = []
+        self.drawn: list[int] = []  # if there are some, each sample is to be read by itself, after `seed`
         self._before: dict[int, Any] = {}
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether samples are known to draw: then each is to be read by itself, after `seed`."""
-        return bool(self._drawn)
 
     def begin(self) -> None:
         """Watch the generators that are not known to be drawn from."""
         if not self._undrawn:
             seed_all(0)
-            self._undrawn = tuple(draw() for _, draw in GLOBAL)
+            self._undrawn = tuple(float(draw()) for _, draw in GLOBAL)
         for at in self._quiet:
             if at < len(GLOBAL):
                 GLOBAL[at][0](0)
@@ -178,20 +175,26 @@ class SampleSeeds:
 
     def learn(self) -> bool:
         """Return whether one of these was drawn from since `begin`."""
-        drawn = list(filter(self._is_changed, self._quiet))
-        self._quiet = [at for at in self._quiet if at not in drawn]
-        self._drawn += [GLOBAL[at][0] if at < len(GLOBAL) else self.own[at - len(GLOBAL)].seed for at in drawn]
+        drawn = []
+        for at in self._quiet:
+            if at < len(GLOBAL):
+                is_changed = float(GLOBAL[at][1]()) != self._undrawn[at]
+            else:
+                is_changed = self._before[at] != state_of(self.own[at - len(GLOBAL)].rng)
+            if is_changed:
+                drawn.append(at)
+        if drawn:
+            self._quiet = [at for at in self._quiet if at not in drawn]
+            self.drawn += drawn
         return bool(drawn)
-
-    def _is_changed(self, at: int) -> bool:
-        if at < len(GLOBAL):
-            return GLOBAL[at][1]() != self._undrawn[at]
-        return bool(self._before[at] != state_of(self.own[at - len(GLOBAL)].rng))
 
     def seed(self, number: int) -> None:
         """Seed those that samples draw from."""
-        for seed in self._drawn:
-            seed(number)
+        for at in self.drawn:
+            if at < len(GLOBAL):
+                GLOBAL[at][0](number if at != NUMPY else number % 2**32)
+            else:
+                self.own[at - len(GLOBAL)].seed(number)
 
 
 def state_of(rng: Generator) -> Any:

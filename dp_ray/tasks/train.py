@@ -292,7 +292,7 @@ class AfterStep:
             measured = {**measured, "epoch_loss": state.end_epoch()}
             with reraise_as(f"step {step}: scheduler"):
                 self._schedule.after_epoch({**state.at_end, **state.measured, "loss": measured["epoch_loss"]})
-        regular = {name: value for name, value in measured.items() if name not in state.at_end}
+        regular = measured if not state.at_end else {name: measured[name] for name in measured.keys() - state.at_end}
         if self._stopping is not None and self._stopping.take(regular):
             self.stops = state.is_torn = True
             # As after the last step: what is not evaluated yet.

@@ -26,6 +26,8 @@ HERE = "tests.data.test_stream"
 IN_ORDER = {"shuffle": False, "order": "dataset"}
 FILES = [17, 0, 5, ROWS - 22]
 
+PREDICTED: dict[str, Any] = {"task": "predict", "inputs": "first", "shuffle": False, "workers": 0}
+
 
 def pairs() -> Iterator[Any]:
     """The rows, one after another."""
@@ -91,7 +93,7 @@ def test_dealt_files_train_and_predict_on_any_workers(tmp_path: Path) -> None:
 
 def test_a_prediction_is_that_of_plain_iteration(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
-    keys: dict[str, Any] = {**KEYS, "model": model, "inputs": "first", "shuffle": False, "workers": 0}
+    keys: dict[str, Any] = {**KEYS, **PREDICTED, "model": model}
     outputs = dp_ray.run(**keys, dataset=Stream(pairs, ROWS), storage=str(tmp_path), quiet=True).outputs
     with torch.inference_mode():
         assert torch.allclose(outputs, torch.stack([model(x) for x, _ in pairs()]), atol=1e-6)
@@ -250,7 +252,7 @@ def test_bad_records_do_not_make_a_stream_begin_anew(tmp_path: Path, where: str)
             raise ValueError("cannot be decoded")
         return pair
 
-    keys: dict[str, Any] = {**KEYS, "model": torch.nn.Identity(), "inputs": "first", "shuffle": False, "workers": 0}
+    keys: dict[str, Any] = {**KEYS, **PREDICTED, "model": torch.nn.Identity()}
     found = Stream(source, ROWS, decode)
     result = dp_ray.run(
         **keys, dataset=found, on_error={"quarantine": 9}, storage=str(tmp_path), name="run", quiet=True
@@ -294,7 +296,10 @@ def test_an_iterator_that_ends_where_it_raised_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "says"),
-    [({"task": "train", "shuffle": True}, "shuffle: a Stream"), ({"order": "shuffled"}, "order: a Stream")],
+    [
+        ({"task": "train", "shuffle": True}, "shuffle: a Stream"),
+        ({"task": "predict", "order": "shuffled"}, "order: a Stream"),
+    ],
 )
 def test_a_shuffle_is_refused(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
     with pytest.raises(JobError, match=says):

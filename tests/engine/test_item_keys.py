@@ -59,8 +59,8 @@ def test_a_table_is_evaluated_and_predicted_as_pairs_are(table: str, tmp_path: P
     picks: dict[str, Any] = {"dataset": source, "inputs": ["x"], "target": "label"}
     measured = dp_ray.run(**keys, task="evaluate", name="keys", **picks).metrics
     assert measured == dp_ray.run(**keys, task="evaluate", name="pairs", dataset=pairs).metrics
-    outputs = dp_ray.run(**keys, name="predict", **picks).outputs
-    assert torch.equal(outputs, dp_ray.run(**keys, name="x", dataset=Inputs(), inputs="all").outputs)
+    outputs = dp_ray.run(**keys, task="predict", name="predict", **picks).outputs
+    assert torch.equal(outputs, dp_ray.run(**keys, task="predict", name="x", dataset=Inputs(), inputs="all").outputs)
 
 
 class Inputs(Rows):
@@ -82,7 +82,7 @@ def test_several_keys_give_a_dict_which_kwargs_spreads(table: str, tmp_path: Pat
     source = {"target": "dp_ray.data:Parquet", "args": {"paths": table}}
     model = TakesNames(3, 2)
     keys: dict[str, Any] = {**KEYS, "model": model, "dataset": source, "storage": str(tmp_path), "name": "run"}
-    result = dp_ray.run(**keys, inputs=["x", "label"], call="kwargs")
+    result = dp_ray.run(**keys, task="predict", inputs=["x", "label"], call="kwargs")
     with torch.inference_mode():
         assert torch.allclose(result.outputs, model(*data()), atol=1e-6)
 
@@ -93,9 +93,10 @@ def test_a_key_that_is_not_there_is_named_with_the_sample(table: str, tmp_path: 
     with pytest.raises(
         DataError, match=r"sample 0 of the dataset: there is no 'xx'; .*; the item has x, label, note"
     ):
-        dp_ray.run(**keys, dataset=source, inputs=["xx"])
+        dp_ray.run(**keys, task="predict", dataset=source, inputs=["xx"])
+    pairs = torch.utils.data.TensorDataset(*data())
     with pytest.raises(DataError, match=r"sample 0 of the dataset: .* must be a dict; got a tuple of 2"):
-        dp_ray.run(**keys, dataset=torch.utils.data.TensorDataset(*data()), inputs=["x"], overwrite=True)
+        dp_ray.run(**keys, task="predict", dataset=pairs, inputs=["x"], overwrite=True)
 
 
 @pytest.mark.parametrize(
