@@ -22,9 +22,11 @@ from dp_ray.engine.clock import DevicePlace, Part
 from dp_ray.engine.world import World
 from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import Watchdog
+from dp_ray.plan.split import worker_pieces
 from tests.sim.conftest import Set, begin
 from tests.sim.hanging import HUNG, STEP, told
 from tests.sim.jobs import JOBS, NOT_BITWISE, OTHER_KERNELS, RESUMED, num_devices
+from tests.sim.jobs import job as job_of_jobs
 from tests.sim.mutants import FUNCTIONS, METHODS, MUTANTS, NO_ORDER
 from tests.support.cluster import ROOT
 from tests.support.group import history_of, weights_of
@@ -148,8 +150,12 @@ def test_a_worker_opens_no_context_on_anothers_gpu(set_of: Sets, size: int, name
 @on_each_number
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_host_waits_for_no_step(set_of: Sets, size: int, name: str) -> None:
-    for report in set_of(size).reports("gpu", name):
-        assert usual_step(report)["host waits"] <= MOST_WAITS.get(name, WAITS)
+    keys = job_of_jobs(name, size, ["cpu"] * num_devices(name))
+    for rank, report in enumerate(set_of(size).reports("gpu", name)):
+        most = MOST_WAITS.get(name, WAITS)
+        if not worker_pieces(keys.batch_size, keys.num_shards, size, rank):
+            most += 2 if name == "loop" else 1  # for each pass: a worker without rows asks what the others used
+        assert usual_step(report)["host waits"] <= most
 
 
 def test_a_step_launches_what_plain_torch_launches_and_little_more(set_of: Sets) -> None:
