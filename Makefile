@@ -122,7 +122,7 @@ dist: $(VENV)/installed
 matrix: dist
 	$(BIN)/python -m tools.matrix $(ONLY)
 
-# Hours: forty things broken, one at a time, for each of which a test must fail. ONLY="lease drawn" runs some.
+# Ten minutes and more: forty things broken, one at a time, for each of which a test must fail. ONLY="lease drawn" runs some.
 mutants: $(VENV)/installed
 	$(BIN)/python -m tools.mutants $(ONLY)
 
