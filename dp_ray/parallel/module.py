@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from dp_ray.cluster.kinds import Workers, own_workers
-from dp_ray.errors import JobError, ModelError
+from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
@@ -26,7 +26,7 @@ from dp_ray.tasks.modes import modes_of
 from dp_ray.tasks.shipped import Wrapper, dumped_input
 from dp_ray.tasks.wire import ForwardResult, Packed, unpacked
 from dp_ray.tensors.scatter import gather_leaves, num_rows, rows_dim
-from dp_ray.tensors.tree import TreeSpec, flatten, leaf_keys, sizes, unflatten
+from dp_ray.tensors.tree import Keys, TreeSpec, flatten, leaf_keys, sizes, unflatten
 
 PREFIX = "module."
 MAX_WAITING = 64
@@ -201,6 +201,8 @@ class DataParallel(Wrapper):
         for spec, leaves in results:
             by_key = dict(zip(leaf_keys(spec), leaves, strict=True))
             own = [by_key.get(key) for key in keys]
+            if self.dim and self.shards > 1 and batch.bounds is not None:
+                self._check_rows(len(flat), batch.bounds[len(flat)], dict(zip(keys, own, strict=True)))
             rows.append([v.shape[rows_dim(v, self.dim)] if v is not None and v.ndim else None for v in own])
             if self.shards > 1:
                 leaves = [leaf.reshape(1) if leaf.ndim == 0 else leaf for leaf in leaves]
@@ -211,6 +213,17 @@ class DataParallel(Wrapper):
             merged = gather_leaves(flat, [None] * len(flat), self.dim)
         ends = [to_caller(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in merged]
         return ends, flat[0][1], [list(column) for column in zip(*rows, strict=True)]
+
+    def _check_rows(self, shard: int, bounds: tuple[int, int], leaves: Mapping[Keys, Any]) -> None:
+        """Raise DataError if an output of a shard has its rows in another dimension than `dim`, unlike the inputs."""
+        num = bounds[1] - bounds[0]
+        for keys, leaf in leaves.items():
+            if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[rows_dim(leaf, self.dim)] != num:
+                name = f"output {'.'.join(map(str, keys))!r}" if keys else "the output"
+                raise DataError(
+                    f"shard {shard}: {name} has size {list(leaf.shape)}, without the shard's {num} rows in dimension "
+                    f"{self.dim}, where dim={self.dim} joins the shards; transpose it in the module"
+                )
 
     def _device(self, batch: "_Batch") -> torch.device:
         """Return the caller's device: that of the module's parameters, else of the inputs."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 
 from dp_ray.engine.objects import part_that_fails, reduced
 from dp_ray.errors import DataError, ModelError
@@ -91,6 +92,8 @@ def why_odd(tensor: torch.Tensor) -> str | None:
         return f"a {type(tensor).__qualname__}"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor within a transform of torch.func, which cannot go to workers"
+    if unpack_dual(tensor).tangent is not None:
+        return "a tensor with a tangent of forward-mode derivatives, which cannot go to workers"
     return f"a tensor of {tensor.dtype}" if tensor.is_quantized else None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, weight_norm
 
 import dp_ray
@@ -223,6 +224,28 @@ def test_a_transform_of_torch_func_is_refused() -> None:
     for run in (torch.vmap(model), torch.func.grad(lambda one: model(one).sum())):
         with pytest.raises(DataError, match=r"input '0' is a tensor within a transform of torch\.func"):
             run(torch.ones(4, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of what torch imports for it
+def test_forward_mode_derivatives_are_refused() -> None:
+    model = parallel(nn.Linear(2, 2))
+    with forward_ad.dual_level():
+        inputs = forward_ad.make_dual(torch.ones(4, 2), torch.ones(4, 2))
+        with pytest.raises(DataError, match=r"input '0' is a tensor with a tangent of forward-mode derivatives"):
+            model(inputs)
+
+
+class Turns(nn.Module):
+    """Gives its rows, of dimension 1, in dimension 0 of its second output."""
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return inputs, inputs.transpose(0, 1), inputs.sum((0, 2))
+
+
+def test_an_output_without_rows_in_the_dimension_that_holds_them_is_named() -> None:
+    says = r"shard 0: output '1' has size \[4, 3, 2\], without the shard's 4 rows in dimension 1"
+    with pytest.raises(DataError, match=says):
+        parallel(Turns(), dim=1)(torch.ones(3, 7, 2))
 
 
 def test_a_sparse_attribute_goes_by_value_and_by_content() -> None:
