@@ -196,7 +196,7 @@ class DataParallel(Wrapper):
         The rows are None for a leaf that was a scalar in each shard.
         """
         device = self._device(batch)
-        flat, rows = [], []
+        flat, rows = list[tuple[list[Any], TreeSpec]](), list[list[int | None]]()
         keys = leaf_keys(results[0].spec)
         for spec, leaves in results:
             by_key = dict(zip(leaf_keys(spec), leaves, strict=True))

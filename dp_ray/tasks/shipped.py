@@ -92,7 +92,7 @@ def why_odd(tensor: torch.Tensor) -> str | None:
         return f"a {type(tensor).__qualname__}"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor within a transform of torch.func, which cannot go to workers"
-    if unpack_dual(tensor).tangent is not None:
+    if unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         return "a tensor with a tangent of forward-mode derivatives, which cannot go to workers"
     return f"a tensor of {tensor.dtype}" if tensor.is_quantized else None
 

@@ -230,7 +230,7 @@ def test_a_transform_of_torch_func_is_refused() -> None:
 def test_forward_mode_derivatives_are_refused() -> None:
     model = parallel(nn.Linear(2, 2))
     with forward_ad.dual_level():
-        inputs = forward_ad.make_dual(torch.ones(4, 2), torch.ones(4, 2))
+        inputs = forward_ad.make_dual(torch.ones(4, 2), torch.ones(4, 2))  # type: ignore[no-untyped-call]
         with pytest.raises(DataError, match=r"input '0' is a tensor with a tangent of forward-mode derivatives"):
             model(inputs)
 
