@@ -282,7 +282,9 @@ SHOWN = {
     "drawn: climb: `node in above`": (
         "tests/plan/test_reduction_tree.py::test_sums_that_climb_as_they_come_are_those_by_definition"
     ),
-    "drawn: _numbers: `row.numel() <= NUMBERS`": "tests/outputs/test_preview.py",
+    "drawn: StepInspection.find: `self.prepare(step, whole)`": (
+        "tests/engine/test_whole_batch.py::test_replay_gives_the_loss_and_each_rows_gradient"
+    ),
     "drawn: Writable._check_parameters: `name not in self._parameters`": (
         "tests/engine/test_forward_writes.py::test_each_way_to_write_follows_shard_0"
     ),
@@ -306,6 +308,8 @@ SHOWN = {
 PASSED_OVER = {
     "drawn: Evaluation._update_states: `_moved(metric, outputs.device)`": "only a model over several GPUs shows it",
     'drawn: Trainer._shards_that_fit: `world.device.type == "cuda"`': "it decides on the advice in an error alone",
+    "drawn: _numbers: `row.numel() <= NUMBERS`": "it decides on three dots behind numbers alone",
+    "drawn: named_parameters_of: `seen.add(id(parameter))`": "what a step and its model share is kept twice, alike",
     "drawn: raise_located: `located.add_note(note)`": "it is of an error's text alone",
 }
 
@@ -437,7 +441,7 @@ def main(words: list[str]) -> int:
     in_full, missed = 0, 0
     with tempfile.TemporaryDirectory(prefix="dp-ray-mutants-") as made:
         copy = Copy(Path(made, "copy"))
-        showing = sorted({each.shows for each in wanted if each.shows})
+        showing = sorted({test for each in wanted for test in each.shows.split()})
         test, text = copy.failed("not full and not places", showing) if showing else ("", "")
         if test:
             sys.exit(f"{text[-2000:]}\nthis fails where nothing is broken: {test}")
