@@ -297,6 +297,10 @@ class Looping:
             update.step(clip=self.clip)
 
 
+def looping(run: Any, optimizer: str, clip: float | None) -> None:
+    Looping(None, optimizer, clip)(run)
+
+
 def step_of(kind: str) -> Any:
     return STEPS[kind]()
 
@@ -367,13 +371,14 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
         what["eval"] = {"dataset": named(Data, case["eval_rows"], held), "batch_size": 5, "every_steps": 3}
     if case.get("loops"):
         what.pop("loss")
-        what["metrics"] = {"nll": f"{HERE}:nll"}
+        what["metrics"] = {"nll": f"{HERE}:nll"} if case["eval_rows"] else {}
     data = named(drawing, case["rows"], has, *case["draws"]) if case["draws"] else named(Data, case["rows"], has)
     is_hooked = bool({"clamp", "after"} & set(has))  # which nothing pickles
     model = named_or_made(case["objects"] and not is_hooked, Model, has)
     if case.get("loops"):
-        given = (model if case["objects"] else None, case["optimizer"], case["grad_clip"])
-        what["loop"] = named(Looping, *given)
+        given = case["optimizer"], case["grad_clip"]
+        of_names = {"target": f"{HERE}:looping", "args": {"optimizer": given[0], "clip": given[1]}}
+        what["loop"] = Looping(model, *given) if case["objects"] else of_names
     else:
         what["optimizer"] = {"target": f"{cls.__module__}:{cls.__qualname__}", "args": args}
         what["grad_clip"] = case["grad_clip"]
@@ -395,8 +400,11 @@ def nll(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def named_or_made(is_object: bool, made: Callable[..., Any], *args: Any) -> Any:
-    """What the script has made, with the seed of the job; or its name and its arguments."""
-    if is_object:
+    """What the script has made, with the seed of the job; or its name and its arguments.
+
+    A pipe between processes takes no closures.
+    """
+    if is_object and "closure" not in args:
         return initial(made, *args)
     names = inspect.signature(made).parameters
     return {"target": f"{HERE}:{made.__name__}", "args": dict(zip(names, args, strict=True))}
@@ -404,13 +412,13 @@ def named_or_made(is_object: bool, made: Callable[..., Any], *args: Any) -> Any:
 
 def read_alone(case: dict[str, Any]) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     """The rows of each epoch as one process reads them, all at once: what they draw is theirs alone."""
-    job = Job.make(
-        {**keys_of({**case, "objects": True, "processes": 0}), "shards": 1, "batch_size": case["rows"]}, "job"
-    )
+    dataset = drawing(case["rows"], case["has"], *case["draws"])
+    keys = keys_of({**case, "processes": 0})
+    job = Job.make({**keys, "dataset": dataset, "shards": 1, "batch_size": case["rows"]}, "job")
     split = Split(case["rows"], case["rows"], 1, epochs=EPOCHS)
     return [
         {int(index): (x, y) for index, x, y in zip(indices, inputs, targets, strict=True)}
-        for indices, (inputs, targets) in loader_of(job, job.dataset, Work(split))
+        for indices, (inputs, targets) in loader_of(job, dataset, Work(split))
     ]
 
 
