@@ -37,6 +37,7 @@ from dp_ray.engine.buffers import (
     Before,
     Copies,
     Roots,
+    Stamps,
     Values,
     Writable,
     copy_all,
@@ -101,6 +102,7 @@ class ForwardState(Writable):
         self._blocks = [(block, list(units)) for block, units in blocks]
         self._versions: list[int] = []  # of sharded parameters
         self._digests: dict[str, int] | None = None  # of the last `state`; the first one is called before any step
+        self._last_unseen = Stamps({})  # of the parameters that were frozen then
         self._changed: set[str] = set()  # non-persistent buffers
         self._shared = self._built_shared = shared_in(self._buffers_of(self._now()))
         self._unlike_built: set[str] = set()  # buffers that shared memory otherwise when the loaded state was taken
@@ -395,14 +397,8 @@ class ForwardState(Writable):
             for name, tensor in self._now().items()
             if tensor is not None and (name in lasting or name.startswith(OUTSIDE))
         }
-        found = digests({**now, **{name: local(tensor.detach()) for name, tensor in self._unseen().items()}})
+        found = {**digests(now), **self.compare()}
         before = found if self._digests is None else self._digests
-        written = [name for name in self._unseen() if before.get(name, found[name]) != found[name]]
-        if written and not self._was_alone:
-            raise ModelError(
-                f"the forward wrote {listed(map(shown, written))} through .data, or numpy, and not in the first "
-                f"{EARLY} steps since the workers started; {ADVICE}"
-            )
         self._changed |= {name for name in now if before.get(name) != found[name]}
         self._digests = found
         shared, built = shared_in(self._buffers_of(self._now())), self._built_shared
@@ -418,10 +414,30 @@ class ForwardState(Writable):
         }
         return {key: value for key, value in state.items() if value}
 
-    def look_anew(self) -> None:
-        """Compare frozen parameters from here on: the model's own `eval()` and `train()` may have rounded them."""
-        for name in self._unseen():
-            (self._digests or {}).pop(name, None)
+    def compare(self) -> dict[str, int]:
+        """Return digests of the frozen parameters; raises ModelError if forwards have changed them unseen."""
+        unseen = self._unseen()
+        found = digests({name: local(tensor.detach()) for name, tensor in unseen.items()})
+        before = found if self._digests is None else self._digests
+        updated = self._last_unseen.written()  # one that was not frozen meanwhile, by an update
+        written = [name for name, digest in found.items() if before.get(name, digest) != digest]
+        written = [name for name in written if name not in updated]
+        self._last_unseen = Stamps({name: self._plain[name] for name in unseen if name in self._plain})
+        if written and not self._was_alone:
+            raise ModelError(
+                f"the forward wrote {listed(map(shown, written))} through .data, or numpy, and not in the first "
+                f"{EARLY} steps since the workers started; {ADVICE}"
+            )
+        return found
+
+    @contextmanager
+    def comparing_around(self) -> Iterator[None]:
+        """Compare frozen parameters before the block and from its end on: in it the model may round them itself."""
+        self.compare()
+        yield
+        if self._digests is not None:
+            self._digests = {name: digest for name, digest in self._digests.items() if name not in self._unseen()}
+            self._digests |= self.compare()
 
     def _unseen(self) -> dict[str, nn.Parameter]:
         """Return the frozen parameters that no forward was seen to write, by name; all of those beside the model."""

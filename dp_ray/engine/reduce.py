@@ -243,7 +243,7 @@ class DdpReduction(Reduction):
         self._unused: list[str] = []  # by this worker in this pass
         self._known: set[str] | None = None  # what no worker used in the first pass; None before it
         self._walked: dict[tuple[str, ...], list[str]] = {}
-        self._step, self._adds = 0, False
+        self._step, self._adds, self._has_rows = 0, False, True
         self._work: Work = None
         for parameter in self._reduced.values():
             if 1 in parameter.size():
@@ -293,6 +293,7 @@ class DdpReduction(Reduction):
             if parameter.grad is None or (self._adds and not parameter.grad._is_view())
         ]
         self._unused = [name for name in left if self._reduced[name].grad is None and not self._is_held(name)]
+        self._has_rows = loss.requires_grad
         if self._unused and self._finds_unused is False and loss.requires_grad:
             raise ModelError(
                 f"step {self._step}: parameters were not used: {listed(self._unused)}; set "
@@ -365,7 +366,9 @@ class DdpReduction(Reduction):
             if name in nowhere:
                 self._reduced[name].grad = None
             elif not self._reduced[name].requires_grad:
-                raise ModelError(frozen_apart(self._step, name))
+                if self._has_rows:
+                    raise ModelError(frozen_apart(self._step, name))
+                self._reduced[name].requires_grad_()  # the forward that lets it thaw has not run here
         if self._known is None:
             self._known = set(nowhere)
         elif self._finds_unused == "auto" and (new := [name for name in nowhere if name not in self._known]):

@@ -6,7 +6,7 @@ training that its job declares, and as many as a loop of the user's asks for.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -141,10 +141,9 @@ class TrainedModel:
         average = self.average if ema is not None and ema.evaluate else None
         model = self.called if average is None else average.called(self.called)
         in_place = self.optimizer_step.evaluating if average is None else average.in_place
-        with in_place(), returning(model):
+        around = self.state.comparing_around() if has_own_modes(model) else nullcontext()
+        with around, in_place(), returning(model):
             yield model
-        if has_own_modes(model):
-            self.state.look_anew()
 
     def _new_state(self, beside: Mapping[str, nn.Module]) -> ForwardState:
         """Return the state that forwards write, of the model and of modules beside it."""

@@ -304,6 +304,28 @@ def test_a_late_write_that_no_version_shows_is_an_error_at_a_checkpoint(tmp_path
         run_group(job("momentum_numpy", width=LARGE, late=4, workers=2, epochs=2), tmp_path)
 
 
+class OwnModes(Writing):
+    """The same, with a `train()` of its own: an evaluation may write what is frozen."""
+
+    def train(self, mode: bool = True) -> "OwnModes":
+        super().train(mode)
+        return self
+
+
+def test_evaluations_of_a_model_with_its_own_modes_hide_no_late_write(tmp_path: Path) -> None:
+    made = {"target": f"{__name__}:OwnModes", "args": writing("momentum_numpy", width=LARGE, late=4)["args"]}
+    keys: dict[str, Any] = {
+        "batch_size": 10,
+        "shards": 4,
+        "workers": 2,
+        "epochs": 2,
+        "eval": {"dataset": DATA, "every_steps": 1},
+    }
+    says = r"the forward wrote target.0.weight, .* through .data, or numpy, and not in the first 3 steps"
+    with pytest.raises(ProcessExit, match=says):
+        run_group(job_of(made, DATA, **keys, checkpoint={"every_steps": 1}), tmp_path)
+
+
 def test_a_momentum_encoder_that_was_seen_before_a_kill_may_pause_after_it(tmp_path: Path) -> None:
     """Its name is in the checkpoint."""
     made = job("every_third", width=LARGE, workers=2, bitwise=True, checkpoint={"every_steps": 1})

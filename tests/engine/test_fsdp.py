@@ -45,7 +45,7 @@ def check(case: dict[str, Any], folder: Path, first: str = "fsdp", second: str =
     case = {**USUAL, "bitwise": False, "shards": 8, **case}
     run_group(job_for(case, case["workers"][0], first), folder, StopsBefore(case["stops"]))
     run_group(job_for(case, case["workers"][1], second), folder)
-    compare(case, weights_of(folder), history_of(folder))
+    compare(case, folder)
 
 
 CASES: dict[str, dict[str, Any]] = {

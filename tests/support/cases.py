@@ -3,14 +3,18 @@
 import copy
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from dp_ray.job.job import Job
+from tests.support.group import history_of, weights_of
 from tests.support.patchwork import Noisy, Patchwork, train_plainly
+from tests.support.schedule_free import ScheduleFree
 from tests.support.training import Pairs, warm_up
 from tests.support.trainings import initial
 from tests.support.writing import set_state, state_of
@@ -21,6 +25,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "eps": 0.01, "weight_decay": 0.1}),
     "fused AdamW": (torch.optim.AdamW, {"lr": 0.01, "eps": 0.01, "fused": True}),
     "noisy": (Noisy, {"lr": 0.05}),
+    "schedule-free": (ScheduleFree, {"lr": 0.05}),
 }
 SOME: dict[str, Callable[[list[Any]], list[Any]]] = {
     "the first": lambda given: given[:1],
@@ -96,28 +101,60 @@ def job_for(case: dict[str, Any], workers: int, strategy: str = "ddp") -> Job:
         "shuffle": True,
         "checkpoint": {"every_steps": case["kept"]},
         "find_unused_parameters": case["finds_unused"],
-        "eval": {**evaluation, "batch_size": 4, "every_steps": 3} if case["eval_rows"] else None,
+        "ema": {"decay": case["ema"]} if case["ema"] else None,
+        "eval": {**evaluation, "batch_size": 4, "every_steps": case["eval_every"]} if case["eval_rows"] else None,
     }
     same = ("batch_size", "shards", "grad_clip", "bitwise", "precision", "flops")
     return Job.make({**keys, **{name: case[name] for name in same}}, "job")
 
 
-def plainly(case: dict[str, Any]) -> tuple[nn.Module, list[dict[str, float]]]:
-    """What one process of plain torch comes to."""
-    model = initial(Patchwork, case["has"])
-    cls, args = OPTIMIZERS[case["optimizer"]]
-    given = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = cls(SOME[case["some"]](given) if case["some"] else given, **args)
-    scheduler = scheduler_of(case["scheduler"], optimizer, -(-case["rows"] // case["batch_size"]) * EPOCHS)
-    sizes = case["batch_size"], case["shards"], EPOCHS
-    return model, train_plainly(model, Pairs(case["rows"]), optimizer, scheduler, *sizes, case["grad_clip"])
+class Plainly:
+    """What one process of plain torch comes to: a model, rows, evaluations, and an average of parameters."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.case, self.model = case, initial(Patchwork, case["has"])
+        cls, args = OPTIMIZERS[case["optimizer"]]
+        given = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = cls(SOME[case["some"]](given) if case["some"] else given, **args)
+        self.steps = -(-case["rows"] // case["batch_size"]) * EPOCHS
+        self.step, self.average = 0, dict[str, torch.Tensor]()
+        self.evaluations: list[float] = []
+        scheduler = scheduler_of(case["scheduler"], self.optimizer, self.steps)
+        self.model.begin()  # type: ignore[operator]
+        self.switch("train")
+        sizes = case["batch_size"], case["shards"], EPOCHS
+        data = Pairs(case["rows"])
+        self.rows = train_plainly(
+            self.model, data, self.optimizer, scheduler, *sizes, case["grad_clip"], self.after_step
+        )
+        self.switch("eval")  # whose weights are kept
+
+    def switch(self, mode: str) -> None:
+        """Have a schedule-free optimizer set the weights to train, or to evaluate."""
+        if isinstance(self.optimizer, ScheduleFree):
+            getattr(self.optimizer, mode)()
+
+    def after_step(self) -> None:
+        self.step += 1
+        parameters = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+        if self.case["ema"]:
+            share = 1 - self.case["ema"] if self.average else 1.0
+            for name, now in parameters.items():
+                self.average[name] = now if share == 1 else self.average[name].lerp(now, share)
+        if self.case["eval_rows"] and (self.step % self.case["eval_every"] == 0 or self.step == self.steps):
+            self.switch("eval")
+            judged = copy.deepcopy(self.model)
+            self.switch("train")
+            for name, parameter in judged.named_parameters() if self.average else ():
+                parameter.data.copy_(self.average[name])
+            self.evaluations.append(evaluated(judged, self.case["eval_rows"], self.case["shards"]))
 
 
 def evaluated(model: nn.Module, rows: int, shards: int) -> float:
     """The mean loss in eval mode, each shard from the same buffers and parameters."""
     data = Pairs(rows)
     batches = [(data.inputs[at : at + 4], data.targets[at : at + 4]) for at in range(0, rows, 4)]
-    model = copy.deepcopy(model).eval()
+    model = model.eval()
     before, total = state_of(model), 0.0
     for batch in batches:
         for x, y in zip(*(column.chunk(shards) for column in batch), strict=True):
@@ -126,19 +163,25 @@ def evaluated(model: nn.Module, rows: int, shards: int) -> float:
     return total / rows
 
 
-def compare(case: dict[str, Any], weights: dict[str, torch.Tensor], history: list[dict[str, Any]]) -> None:
-    model, rows = plainly(case)
+def compare(case: dict[str, Any], folder: Path) -> None:
+    plain, history = Plainly(case), history_of(folder)
     for name, near in (("loss", 2e-4), ("learning_rate", 1e-6), ("gradient_norm", 1e-3)):
-        assert [row[name] for row in history] == pytest.approx([row[name] for row in rows], rel=near, abs=1e-5), name
-    expected = model.state_dict()
+        assert [row[name] for row in history] == pytest.approx(
+            [row[name] for row in plain.rows], rel=near, abs=1e-5
+        ), name
+    expected = plain.model.state_dict()
+    assert_near(weights_of(folder), expected)
+    if case["ema"]:
+        assert_near(load_file(folder / "ema.safetensors"), {**expected, **plain.average})
+    found = [row["eval_loss"] for row in history if row.get("eval_loss") is not None]
+    assert found == pytest.approx(plain.evaluations, rel=2e-4, abs=1e-5)
+
+
+def assert_near(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         apart = (weights[name] - tensor).abs().max().item() if tensor.numel() else 0.0
         assert apart <= 1e-4 + 1e-3 * tensor.abs().max().item(), f"{name}: {apart}"
-    if case["eval_rows"]:
-        assert history[-1]["eval_loss"] == pytest.approx(
-            evaluated(model, case["eval_rows"], case["shards"]), rel=2e-4
-        )
 
 
 USUAL: dict[str, Any] = {
@@ -158,5 +201,7 @@ USUAL: dict[str, Any] = {
     "kept": 2,
     "stops": 5,
     "eval_rows": None,
+    "eval_every": 3,
+    "ema": None,
     "finds_unused": "auto",
 }

@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.loops import BATCH, EPOCHS, LR, Points
+from tests.support.loops import BATCH, EPOCHS, LR, Points, error
+from tests.support.own_modes import Adapted
 
 Plan = list[dict[str, Any]]
 
 
 class Parts(nn.Module):
-    """Parts that share parameters: both heads have a layer in common, and a trunk before it."""
+    """Parts that share parameters: both heads have a layer in common, and a trunk before it.
+
+    Each row has an expert of its own. The adapter is merged in `eval()`. One layer is frozen until a loop thaws it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,10 +27,21 @@ class Parts(nn.Module):
         self.right = nn.Sequential(common, nn.Tanh(), nn.Linear(4, 2))
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
         self.table = nn.Embedding(5, 2, sparse=True)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.adapter = Adapted(4, 4)
 
     def forward(self, noise: torch.Tensor) -> torch.Tensor:
         """Make points."""
-        made: torch.Tensor = self.left(self.trunk(noise))
+        made: torch.Tensor = self.left(self.adapter(self.trunk(noise)).tanh())
+        return made
+
+    def routed(self, noise: torch.Tensor) -> torch.Tensor:
+        """Make points by way of the rows' experts."""
+        hidden, routes = self.trunk(noise), (noise[:, 1] + 1.5).long().clamp(0, 2)
+        mixed = torch.zeros_like(hidden)
+        for number in routes.unique().tolist():  # type: ignore[no-untyped-call]
+            mixed[routes == number] = self.experts[number](hidden[routes == number])
+        made: torch.Tensor = self.frozen(self.right(mixed.tanh()))
         return made
 
 
@@ -34,15 +49,17 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "left": lambda model, real, noise: (model(noise) - real).square().sum(1),
     "right": lambda model, real, noise: model.frozen(model.right(model.trunk(noise))).sin().sum(1),
     "both": lambda model, real, noise: (model.left(model.trunk(noise)) * model.right(model.trunk(noise))).sum(1),
+    "experts": lambda model, real, noise: (model.routed(noise) - real).square().sum(1),
     "table": lambda model, real, noise: (
         (model.table((noise[:, 0] * 7).long().abs() % 5) - model.left(model.trunk(noise))).square().mean(1)
     ),
 }
 REACHED = {
-    "left": ["trunk", "left"],
-    "right": ["trunk", "right"],
+    "left": ["trunk", "adapter", "left"],
+    "right": ["trunk", "right", "frozen"],
     "both": ["trunk", "left", "right"],
-    "table": ["trunk", "left", "table"],
+    "experts": ["trunk", "experts", "right", "frozen"],
+    "table": ["trunk", "adapter", "left", "table"],
 }
 
 
@@ -52,26 +69,33 @@ def of_pairs(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def planned(run: Any, plan: Plan, momentum: float = 0.5) -> None:
-    """Do in each step what the plan says, and drop what gradients are left."""
+def planned(run: Any, plan: Plan, momentum: float = 0.5, decay: float = 0.0, adam: bool = False) -> None:
+    """Do in each step what the plan says, and drop what gradients are left; some only in every few steps."""
     model = run.model
     parts = {
-        "all": [model.trunk, model.left, model.right, model.table],
+        "all": [model.trunk, model.left, model.right, model.table, model.experts, model.adapter, model.frozen],
         "trunk": [model.trunk],
         "heads": [model.left, model.right],
     }
     updates = {}
     for name, modules in parts.items():
         own = list(dict.fromkeys(itertools.chain.from_iterable(module.parameters() for module in modules)))
-        optimizer = torch.optim.SGD(own, lr=LR, momentum=momentum)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(own, LR, momentum, weight_decay=decay)
+        if adam:  # which has no sparse gradients
+            own = [each for each in own if each is not model.table.weight]
+            optimizer = torch.optim.AdamW(own, LR / 10, eps=0.01, weight_decay=decay)
         updates[name] = run.optimizer(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
     for step in run.steps():
         held: list[Any] = []
         factor: Any = 1.0
         numbers = []
         for do in plan:
-            kind = do["do"]
-            if kind == "pass":
+            kind, (every, at) = do["do"], do.get("when", (1, 0))
+            if step.number % every != at:
+                continue
+            if kind == "requires":  # a layer thaws, or freezes
+                getattr(model, do["of"]).requires_grad_(do["gradient"])
+            elif kind == "pass":
                 modules = [getattr(model, name) for name in do["of"]]
                 loss = _loss(model, do, factor)
                 batch = None if do.get("rows") is None else _own(do["rows"], step.number)
@@ -120,10 +144,12 @@ def _loss(model: Any, do: Mapping[str, Any], factor: Any) -> Callable[[Any], Any
 class PlainRun:
     """What a loop sees of a run, in plain torch on whole batches."""
 
-    def __init__(self, model: nn.Module, given: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, given: Sequence[Any], evaluates: int | None = None) -> None:
         self.model, self._given, self.num_steps = model, given, len(given)
         self.device = torch.device("cpu")
         self.logged: list[dict[str, float]] = []
+        self.errors: list[float] = []
+        self._evaluates = evaluates
 
     def optimizer(self, optimizer: Any, scheduler: Any = None) -> Any:
         """Return the update of an optimizer."""
@@ -137,6 +163,12 @@ class PlainRun:
         """Yield the steps."""
         for number, batch in enumerate(self._given):
             yield PlainStep(self, number, batch)
+            if self._evaluates and ((number + 1) % self._evaluates == 0 or number + 1 == len(self._given)):
+                self.model.eval()
+                with torch.no_grad():
+                    points = Points()
+                    self.errors.append(error(self.model(points.noise), points.real).mean().item())
+                self.model.train()
 
 
 class PlainUpdate:
@@ -198,9 +230,10 @@ def plainly(
     batch_size: int = BATCH,
     without: Sequence[int] = (),
     epochs: int = EPOCHS,
+    evaluates: int | None = None,
     **args: Any,
-) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Run a loop in plain torch; return the weights and what it has logged."""
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], list[float]]:
+    """Run a loop in plain torch; return the weights, what it has logged, and the errors after every few steps."""
     torch.manual_seed(0)
     model = kind()
     given = [
@@ -210,6 +243,6 @@ def plainly(
         for start in range(0, len(points), batch_size)
         for rows in [[row for row in range(start, min(len(points), start + batch_size)) if row not in without]]
     ]
-    run = PlainRun(model, given)
+    run = PlainRun(model, given, evaluates)
     loop(run, **args)
-    return dict(model.state_dict()), run.logged
+    return dict(model.state_dict()), run.logged, run.errors

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from dp_ray.plan.order import derive_seed
+from tests.support.own_modes import WIDE, Adapted
 from tests.support.training import plain_batches
 from tests.support.writing import set_state, state_of
 
@@ -79,14 +81,22 @@ class Patchwork(nn.Module):
     the embedding's weight. rescaled, shrinking: `.data.mul_()` of a trained number, and of the head's weight. lazy,
     made, hidden: a buffer that is None before the first forward, one that it registers, and one that is in no
     state_dict. in_place: the inputs.
+
+    Some have modes of their own. adapter, wide_adapter: one that `eval()` merges. built_in_eval: one that was merged
+    when it was built. own_train: statistics that the model's `train()` puts into eval. Some train in a part of the
+    steps. experts: each row has its own. dropped: a layer that a shard leaves out by chance. freezing: a layer that a
+    forward freezes in every third step.
     """
 
     sometimes: nn.Module
     frozen: nn.Module
+    dropped: nn.Module
+    freezing: nn.Module
     offsets: torch.Tensor
     hidden: torch.Tensor
     lazy: torch.Tensor | None
     made: torch.Tensor
+    passes: torch.Tensor
 
     def __init__(self, has: list[str]) -> None:
         super().__init__()
@@ -105,12 +115,12 @@ class Patchwork(nn.Module):
             self.wide = nn.Sequential(nn.Linear(8, 30_000), nn.Tanh(), nn.Linear(30_000, 8))
         if {"sparse", "max_norm"} & self.has:
             self.words = nn.Embedding(5, 8, sparse="sparse" in has, max_norm=0.7 if "max_norm" in has else None)
-        for name in ("unused", "sometimes", "frozen"):
+        for name in ("unused", "sometimes", "frozen", "dropped", "freezing"):
             if name in has:
                 self.add_module(name, nn.Linear(8, 8).requires_grad_(name != "frozen"))
         if "expanded" in has:
             self.register_buffer("offsets", torch.randn(1, 8).expand(4, 8))
-        self.statistics = Statistics(8) if {"statistics", "still"} & self.has else nn.Identity()
+        self.statistics = Statistics(8) if {"statistics", "still", "own_train"} & self.has else nn.Identity()
         self.observer = Observer() if "observer" in has else nn.Identity()
         self.dropout = nn.Dropout(0.3 if "dropout" in has else 0.0)
         self.noise = Noise() if "noise" in has else nn.Identity()
@@ -129,6 +139,26 @@ class Patchwork(nn.Module):
             self.register_buffer("lazy", None)
         if "hidden" in has:
             self.register_buffer("hidden", torch.zeros(6), persistent=False)
+        if "experts" in has:
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        if "freezing" in has:
+            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.adapters = nn.ModuleList(adapters_of(self.has))
+
+    def train(self, mode: bool = True) -> "Patchwork":
+        super().train(mode)
+        if "own_train" in self.has:
+            self.statistics.eval()
+        return self
+
+    def begin(self) -> None:
+        """Call what a plain training calls before its first step."""
+        self.train()
+        if "still" in self.has:
+            self.statistics.eval()
+        for adapter in self.adapters:
+            if "built_in_eval" in self.has:
+                adapter.eval()
 
     @torch.no_grad()
     def _write(self, inputs: torch.Tensor) -> None:
@@ -152,6 +182,23 @@ class Patchwork(nn.Module):
             self.made += 0.3 * seen
         if "hidden" in self.has:
             self.hidden.data.mul_(0.8).add_(seen)
+
+    def _of_some(self, hidden: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """What is trained by some steps alone."""
+        if "experts" in self.has:
+            routes = (inputs[:, 2] + 1.5).long().clamp(0, 3)
+            added = torch.zeros_like(hidden)
+            for number in routes.unique().tolist():  # type: ignore[no-untyped-call]
+                added[routes == number] = self.experts[number](hidden[routes == number]).to(hidden.dtype)
+            hidden = hidden + added
+        if "dropped" in self.has and (not self.training or torch.rand(()).item() < 0.4):
+            hidden = hidden + self.dropped(hidden).tanh()
+        if "freezing" in self.has:
+            if self.training:
+                self.freezing.requires_grad_(int(self.passes) % 3 != 1)
+                self.passes += 1
+            hidden = hidden + self.freezing(hidden).tanh()
+        return hidden
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if "in_place" in self.has:
@@ -179,6 +226,9 @@ class Patchwork(nn.Module):
             hidden = hidden + self.frozen(hidden)
         if "expanded" in self.has:
             hidden = hidden + self.offsets[2]
+        hidden = self._of_some(hidden, inputs)
+        for adapter in self.adapters:
+            hidden = hidden + adapter(hidden).tanh()
         hidden = self.dropout(self.observer(self.statistics(hidden)))
         if "scalar" in self.has:
             hidden = hidden * self.scale
@@ -186,6 +236,19 @@ class Patchwork(nn.Module):
             hidden = hidden * self.factor
         outputs: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
         return outputs
+
+
+def adapters_of(has: set[str]) -> list[nn.Module]:
+    made: list[nn.Module] = [Adapted(8, 8)] if {"adapter", "built_in_eval"} & has else []
+    made += (
+        [nn.Sequential(nn.Linear(8, WIDE), Adapted(WIDE, WIDE), nn.Linear(WIDE, 8))] if "wide_adapter" in has else []
+    )
+    for module in [part for one in made for part in one.modules() if isinstance(part, Adapted)]:
+        with torch.no_grad():
+            module.up.mul_(0.1)
+        if "built_in_eval" in has:
+            module.eval()
+    return made
 
 
 class Noisy(torch.optim.SGD):
@@ -226,6 +289,7 @@ def train_plainly(
     shards: int,
     epochs: int,
     grad_clip: float | None = None,
+    after: Callable[[], object] = lambda: None,
 ) -> list[dict[str, float]]:
     """The oracle: nn.DataParallel's training in one process, chunk after chunk; a row of history for each step.
 
@@ -254,6 +318,7 @@ def train_plainly(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+        after()
     return rows
 
 

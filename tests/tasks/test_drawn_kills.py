@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from dp_ray.job.job import Job
+from tests.support import around
 from tests.support.group import end_idle, history_of, run_group, weights_of
 from tests.support.survivors import Fault, Told, run_surviving
 from tests.tasks.test_survivors import loop_keys, made
@@ -32,6 +33,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {"strategy": "fsdp"}),
     ("gan", {}),
 ]
+KEPT = ["metric", "adapter", "experts", "early"]  # around and in a model
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,11 @@ class Schedule:
     workers: int
     faults: tuple[Fault, ...]
     replaces: bool
+    dies: int | None = None  # the step in which the last one dies too; then others go on with the run
 
     def job(self, workers: int) -> Job:
+        if self.model == "objects":
+            return Job.make({**around.keys_of(self.keys), "workers": workers}, "job")
         if self.model == "gan":
             return Job.make({**loop_keys("gan", **self.keys), "workers": workers}, "job")
         alone = {"strategy": "ddp"} if workers == 1 else {}
@@ -66,6 +71,54 @@ def drawn(seed: int) -> Schedule:
         seconds = chance.choice([0.0, 0.0, 0.0, 2.0])
         faults[slot, step] = Fault(slot, step, chance.choice(PARTS), seconds)
     return Schedule(model, {**keys, "epochs": epochs}, workers, tuple(faults.values()), replaces)
+
+
+def drawn_objects(seed: int) -> Schedule:
+    """A schedule of a training, or a loop, whose parts are objects that have a state; the last worker may die too."""
+    chance = random.Random(seed)
+    loops, rows, shards = chance.random() < 0.35, chance.randrange(8, 25), chance.choice([2, 3, 5])
+    has = [] if loops else list(chance.choice([[], ["moves"], ["moves"], ["ignored"], ["over", "moves"]]))
+    draws = chance.choice(around.NESTS), chance.choice(sorted(around.GENERATORS)), chance.choice(["whole", "parts"])
+    case = {
+        "has": [*has, *(part for part in KEPT if chance.random() < 0.4)],
+        "loops": loops,
+        "rows": rows,
+        "batch_size": chance.randrange(-(-rows // 5), 9),
+        "shards": shards,
+        "optimizer": chance.choice(["SGD", "AdamW"]),
+        "grad_clip": chance.choice([None, 0.05]),
+        "bitwise": chance.random() < 0.6,
+        "kept": chance.choice([1, 2, 4, 99]),
+        "eval_rows": chance.choice([None, 7, 12]),
+        "processes": 0,
+        "objects": chance.random() < 0.8,
+        "step": chance.choice([None, *around.STEPS]),
+        "draws": chance.choice([None, draws]),
+    }
+    workers, steps = chance.randrange(2, shards + 1), around.EPOCHS * -(-rows // case["batch_size"])
+    lives = chance.randrange(workers)
+    faults: dict[tuple[int, int], Fault] = {}
+    for slot in chance.sample([slot for slot in range(workers) if slot != lives], chance.randrange(1, workers)):
+        step = chance.randrange(steps)
+        faults[slot, step] = Fault(slot, step, chance.choice(PARTS), chance.choice([0.0, 0.0, 0.0, 2.0]))
+    dies = chance.choice([None, None, steps - 1])
+    if dies is not None:
+        faults[lives, dies] = Fault(lives, dies)
+    return Schedule("objects", case, workers, tuple(faults.values()), False, dies)
+
+
+def check_objects(schedule: Schedule, folder: Path) -> Told:
+    """Run the schedule, and compare it with one plain process; bit for bit with the undisturbed training, too."""
+    told = run_surviving(schedule.job(schedule.workers), folder / "run", schedule.faults)
+    if schedule.dies is not None:
+        run_group(schedule.job(1 + schedule.workers % 2), folder / "run")
+    around.compare(schedule.keys, folder / "run")
+    if schedule.keys["bitwise"]:
+        run_group(schedule.job(1), folder / "undisturbed")
+        there, here = weights_of(folder / "undisturbed"), weights_of(folder / "run")
+        assert all(torch.equal(there[name], here[name]) for name in there)
+        assert history_of(folder / "run") == history_of(folder / "undisturbed")
+    return told
 
 
 def check(schedule: Schedule, folder: Path) -> Told:
@@ -91,14 +144,22 @@ def test_drawn_kills_and_stops(tmp_path: Path, seed: int) -> None:
     check(drawn(seed), tmp_path)
 
 
+@pytest.mark.full(but=["0", "1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(FEW))
+def test_drawn_kills_of_what_holds_objects(tmp_path: Path, seed: int) -> None:
+    check_objects(drawn_objects(seed), tmp_path)
+
+
 def main(seconds: float, seed: int) -> int:
-    """Draw schedules for so long; return how many have failed."""
+    """Draw schedules for so long, of both kinds; return how many have failed."""
     until, ran, failed, died = time.monotonic() + seconds, 0, 0, 0
     while time.monotonic() < until:
-        schedule = drawn(seed + ran)
+        schedule = (drawn, drawn_objects)[ran % 2](seed + ran)
         try:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                died += len(check(schedule, Path(folder)).died)
+                checked = check_objects if schedule.model == "objects" else check
+                died += len(checked(schedule, Path(folder)).died)
         except Exception:
             failed += 1
             print(f"seed {seed + ran}: {schedule}\n{traceback.format_exc()[-6000:]}", flush=True)

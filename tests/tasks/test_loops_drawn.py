@@ -18,12 +18,15 @@ from tests.support.group import history_of, run_group, weights_of
 LOOPS = "tests.support.drawn_loops"
 
 
-def planned_job(plan: Plan, workers: int, **keys: Any) -> Job:
+def planned_job(args: dict[str, Any], workers: int, evaluates: int | None, **keys: Any) -> Job:
+    evaluation = {"dataset": "tests.support.loops:Pairs", "every_steps": evaluates, "batch_size": 4}
     given = {
         "task": "train",
         "model": f"{LOOPS}:Parts",
         "dataset": "tests.support.loops:Points",
-        "loop": {"target": f"{LOOPS}:planned", "args": {"plan": plan}},
+        "loop": {"target": f"{LOOPS}:planned", "args": args},
+        "eval": evaluation if evaluates else None,
+        "metrics": {"error": "tests.support.loops:error"} if evaluates else {},
         "workers": workers,
         "batch_size": loops.BATCH,
         "epochs": 2,
@@ -33,14 +36,20 @@ def planned_job(plan: Plan, workers: int, **keys: Any) -> Job:
     return Job.make({**given, **keys}, "job")
 
 
-def check(folder: Path, plan: Plan, workers: int, **keys: Any) -> dict[str, torch.Tensor]:
+def check(
+    folder: Path, plan: Plan, workers: int, evaluates: int | None = None, of_loop: Any = None, **keys: Any
+) -> dict[str, torch.Tensor]:
     """Run a plan; return its weights, which are those of plain torch."""
-    run_group(planned_job(plan, workers, **keys), folder)
-    expected, logged = plainly(planned, batch_size=keys.get("batch_size", loops.BATCH), epochs=2, plan=plan)
-    found = weights_of(folder)
+    args = {"plan": plan, **(of_loop or {})}
+    run_group(planned_job(args, workers, evaluates, **keys), folder)
+    size = keys.get("batch_size", loops.BATCH)
+    expected, logged, errors = plainly(planned, batch_size=size, epochs=2, evaluates=evaluates, **args)
+    found, history = weights_of(folder), history_of(folder)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
-    assert [row["sum"] for row in history_of(folder)] == pytest.approx([row["sum"] for row in logged], rel=1e-4)
+    assert [row["sum"] for row in history] == pytest.approx([row["sum"] for row in logged], rel=1e-4)
+    told = [row["eval_error"] for row in history if row.get("eval_error") is not None]
+    assert told == pytest.approx(errors, rel=1e-4)
     return found
 
 
@@ -72,6 +81,7 @@ PARTS = st.lists(st.sampled_from(["trunk", "left", "right", "table"]), max_size=
 def passes(draw: st.DrawFn) -> dict[str, Any]:
     loss = draw(st.sampled_from(sorted(LOSSES)))
     own = draw(st.lists(st.sampled_from(REACHED[loss]), min_size=1, max_size=3))
+    own += ["trunk"] if set(own) <= {"frozen", "experts"} else []  # a plan may freeze these
     more = {"over": True} if loss == "left" and draw(st.booleans()) else {"weighted": draw(st.booleans())}
     rows = draw(st.sampled_from([None, None, 1, 2, 17]))
     return a_pass(loss, own + draw(PARTS), rows=rows, **more)
@@ -81,22 +91,41 @@ UPDATES = st.builds(an_update, st.sampled_from(["all", "trunk", "heads"]), st.sa
 OTHERS = st.sampled_from(
     [{"do": "hold"}, {"do": "add"}, {"do": "zero"}, {"do": "gather"}, {"do": "gather", "rows": 2}]
 )
+REQUIRES = st.builds(
+    lambda of, gradient: {"do": "requires", "of": of, "gradient": gradient},
+    st.sampled_from(["frozen", "frozen", "experts"]),
+    st.booleans(),
+)
+WHEN = st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1), (3, 1)])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    """A plan, of which some is done in every few steps alone, and what runs it."""
+    parts = st.one_of(passes(), passes(), UPDATES, OTHERS, REQUIRES)
+    plan = [{**do, "when": draw(WHEN)} for do in draw(st.lists(parts, min_size=1, max_size=7))]
+    adam = not any(do.get("loss") == "table" for do in plan) and draw(st.booleans())
+    return {
+        "plan": plan,
+        "shards": draw(st.integers(3, 5)),
+        "batch_size": draw(st.sampled_from([3, 10, 11])),
+        "workers": draw(st.sampled_from([(1, 2), (2, 3), (3, 1)])),
+        "bitwise": draw(st.booleans()),
+        "evaluates": draw(st.sampled_from([None, 1, 2, 3])),
+        "of_loop": {"decay": draw(st.sampled_from([0.0, 0.1])), "adam": adam},
+    }
+
+
+def check_case(case: dict[str, Any]) -> None:
+    workers, plan = case["workers"], [*case["plan"], an_update("all")]
+    keys = {name: case[name] for name in ("shards", "batch_size", "bitwise", "evaluates", "of_loop")}
+    with TemporaryDirectory() as folder:
+        first, other = (check(Path(folder) / str(count), plan, count, **keys) for count in workers)
+    if case["bitwise"]:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
 @settings(max_examples=examples(10))
-@given(
-    plan=st.lists(st.one_of(passes(), passes(), UPDATES, OTHERS), min_size=1, max_size=6),
-    shards=st.integers(3, 5),
-    batch_size=st.sampled_from([3, 10, 11]),
-    workers=st.sampled_from([(1, 2), (2, 3), (3, 1)]),
-    is_bitwise=st.booleans(),
-)
-def test_a_drawn_loop_is_that_of_plain_torch(
-    plan: Plan, shards: int, batch_size: int, workers: tuple[int, int], is_bitwise: bool
-) -> None:
-    keys: dict[str, Any] = {"shards": shards, "batch_size": batch_size, "bitwise": is_bitwise}
-    with TemporaryDirectory() as folder:
-        whole = [*plan, an_update("all")]
-        one, other = (check(Path(folder) / str(count), whole, count, **keys) for count in workers)
-    if is_bitwise:
-        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+@given(case=cases())
+def test_a_drawn_loop_is_that_of_plain_torch(case: dict[str, Any]) -> None:
+    check_case(case)
