@@ -73,8 +73,9 @@ def test_a_job_file_alone_trains_and_predicts(saved: Path, tmp_path: Path) -> No
     for processes in (0, 2):
         trained = dp_ray.run(job, task="train", name=f"l-{processes}", loader={"processes": processes}, **keys)
         assert trained.weights_sha256 == wanted.weights_sha256
-    outputs = dp_ray.run(job, name="outputs", **keys).outputs
-    assert torch.equal(outputs, dp_ray.run(job, name="wanted", **keys, **{**memory, "inputs": "first"}).outputs)
+    outputs = dp_ray.run(job, task="predict", name="outputs", **keys).outputs
+    memory["inputs"] = "first"
+    assert torch.equal(outputs, dp_ray.run(job, task="predict", name="wanted", **keys, **memory).outputs)
 
 
 @pytest.mark.slow

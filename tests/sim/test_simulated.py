@@ -154,7 +154,8 @@ def test_the_host_waits_for_no_step(set_of: Sets, size: int, name: str) -> None:
     for rank, report in enumerate(set_of(size).reports("gpu", name)):
         most = MOST_WAITS.get(name, WAITS)
         if not worker_pieces(keys.batch_size, keys.num_shards, size, rank):
-            most += 2 if name == "loop" else 1  # for each pass: a worker without rows asks what the others used
+            # For each pass a worker without rows asks what the others used; fp16's scaler reads of that, too.
+            most += 2 if name in ("loop", "fp16") else 1
         assert usual_step(report)["host waits"] <= most
 
 
