@@ -79,7 +79,7 @@ def drawn_objects(seed: int) -> Schedule:
     loops, rows, shards = chance.random() < 0.35, chance.randrange(8, 25), chance.choice([2, 3, 5])
     has = [] if loops else list(chance.choice([[], ["moves"], ["moves"], ["ignored"], ["over", "moves"]]))
     draws = chance.choice(around.NESTS), chance.choice(sorted(around.GENERATORS)), chance.choice(["whole", "parts"])
-    case = {
+    case: dict[str, Any] = {
         "has": [*has, *(part for part in KEPT if chance.random() < 0.4)],
         "loops": loops,
         "rows": rows,

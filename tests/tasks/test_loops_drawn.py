@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from dp_ray.job.job import Job
@@ -45,9 +45,11 @@ def check(
     size = keys.get("batch_size", loops.BATCH)
     expected, logged, errors = plainly(planned, batch_size=size, epochs=2, evaluates=evaluates, **args)
     found, history = weights_of(folder), history_of(folder)
+    if not all(tensor.isfinite().all() for tensor in expected.values()):
+        reject()  # a drawn plan may diverge, in plain torch too
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
-    assert [row["sum"] for row in history] == pytest.approx([row["sum"] for row in logged], rel=1e-4)
+    assert [row["sum"] for row in history] == pytest.approx([row["sum"] for row in logged], rel=1e-4, abs=1e-5)
     told = [row["eval_error"] for row in history if row.get("eval_error") is not None]
     assert told == pytest.approx(errors, rel=1e-4)
     return found
@@ -81,7 +83,7 @@ PARTS = st.lists(st.sampled_from(["trunk", "left", "right", "table"]), max_size=
 def passes(draw: st.DrawFn) -> dict[str, Any]:
     loss = draw(st.sampled_from(sorted(LOSSES)))
     own = draw(st.lists(st.sampled_from(REACHED[loss]), min_size=1, max_size=3))
-    own += ["trunk"] if set(own) <= {"frozen", "experts"} else []  # a plan may freeze these
+    own += ["trunk"] if set(own) <= {"adapter", "experts", "frozen"} else []  # a plan may not reach these
     more = {"over": True} if loss == "left" and draw(st.booleans()) else {"weighted": draw(st.booleans())}
     rows = draw(st.sampled_from([None, None, 1, 2, 17]))
     return a_pass(loss, own + draw(PARTS), rows=rows, **more)
@@ -103,7 +105,10 @@ WHEN = st.sampled_from([(1, 0), (1, 0), (2, 0), (2, 1), (3, 1)])
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     """A plan, of which some is done in every few steps alone, and what runs it."""
     parts = st.one_of(passes(), passes(), UPDATES, OTHERS, REQUIRES)
-    plan = [{**do, "when": draw(WHEN)} for do in draw(st.lists(parts, min_size=1, max_size=7))]
+    before, after = (draw(st.lists(parts, max_size=3)) for _ in range(2))
+    plan = [
+        {**do, "when": draw(WHEN)} for do in (*before, draw(passes()), *after)
+    ]  # one that trains nothing is an error
     adam = not any(do.get("loss") == "table" for do in plan) and draw(st.booleans())
     return {
         "plan": plan,
