@@ -282,8 +282,9 @@ class Looping:
         self.model, self.optimizer, self.clip = model, optimizer, clip
 
     def loss(self, batch: Any) -> torch.Tensor:
-        losses: torch.Tensor = functional.cross_entropy(self.model(batch[0]), batch[1], reduction="none")
-        return losses * self.factor
+        losses = functional.cross_entropy(self.model(batch[0]), batch[1], reduction="none")
+        weighed: torch.Tensor = losses * self.factor
+        return weighed
 
     def __call__(self, run: Any) -> None:
         self.model = self.model or run.model
