@@ -486,10 +486,13 @@ class Pass:
     @contextmanager
     def _trial(self) -> Iterator[None]:
         """Run a shard in the block on this worker alone, without a change of the state."""
+        flags = [(parameter, parameter.requires_grad) for parameter in self.placement.model.parameters()]
         self.replica.begin(2)
         yield
         self.replica.restore()
         self.optimizer_step.drop_gradients()
+        for parameter, requires_grad in flags:  # a forward may have frozen it, and DDP would be made without it
+            parameter.requires_grad_(requires_grad)
 
     def _try(self, called: Callable[..., torch.Tensor], loaded: LoadedShard) -> None:
         """Run forward and backward of a shard, with a copy of the batch: a model may write it."""
