@@ -149,8 +149,8 @@ def test_verify_names_the_first_step_and_parameter_that_differ(
     printed = capfd.readouterr()
     assert status == 1, printed.err
     last = printed.out.splitlines()[-1]
-    # Each of two workers runs a forward before the first step, to see which parameters it uses, and one in each step.
-    assert "on 2 workers against 0, first after step 2: first.weight differs by up to" in last, printed.out
+    # A worker runs one forward in each step, and its fourth one is that of step 3.
+    assert "on 2 workers against 0, first after step 3: first.weight differs by up to" in last, printed.out
     assert "kept: " in last
     says = printed.out.splitlines()[-2]
     assert (
