@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import operator
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -453,8 +454,9 @@ FILLED = (dict, OrderedDict, defaultdict, Counter, list)  # what takes other ite
 class PlainState:
     """A dict or list of the loop's own, which a checkpoint keeps and fills in place.
 
-    What stands several times is kept once, with the paths of the others, and stands there again. A Counter, a named
-    tuple and the like are kept where the value had one when this was made: there one of its kind gets the items.
+    What stands several times is kept once, with the paths of the others, and stands there again. What stood elsewhere
+    when this was made is filled where it stands now. A Counter, a named tuple and the like are kept where the value
+    had one when this was made: there one of its kind gets the items.
     """
 
     def __init__(self, name: str, value: Any) -> None:
@@ -464,26 +466,46 @@ class PlainState:
                 "load_state_dict, or a dict or list of plain values and tensors"
             )
         self._at, self._value = (name,), value
-        self._kinds: dict[Path, type] = {}
-        _kept(value, self._at, self._kinds, {}, [], is_begin=True)
+        self._begun: dict[Path, Any] = {}  # the parts when this was made; references to tensors, which may go
+        _kept(value, self._at, self._begun, {}, [], is_begin=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the value; raises ModelError, with its path, for what could not be filled."""
-        same: list[tuple[Path, Path]] = []
-        value = _kept(self._value, self._at, self._kinds, {}, same)
-        return {"value": value, **({"same": same} if same else {})}
+        same, now = list[tuple[Path, Path]](), dict[int, Path]()
+        value = _kept(self._value, self._at, self._begun, now, same)
+        firsts = {id(part): path for path in reversed(self._begun) if _is_filled(part := self._at_begin(path))}
+        moved = [(now[part], path) for part, path in firsts.items() if now.get(part, path) != path]
+        return {"value": value, **({"same": same} if same else {}), **({"moved": moved} if moved else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Fill the value in place."""
-        _filled(self._value, state["value"], self._at, dict(state.get("same", ())), {}, set())
+        moved = {now: self._at_begin(path) for now, path in state.get("moved", ())}
+        made = {path: part for path, part in moved.items() if _is_filled(part)}
+        filled = set(map(_place_of, made.values()))
+        _filled(self._value, state["value"], self._at, dict(state.get("same", ())), made, filled)
+
+    def _at_begin(self, path: Path) -> Any:
+        """Return the part that was there when this was made; None for a tensor that is gone."""
+        part = self._begun.get(path)
+        return part() if isinstance(part, weakref.ref) else part
+
+
+def _is_filled(part: Any) -> bool:
+    return isinstance(part, dict | list | torch.Tensor)
+
+
+def _place_of(part: Any) -> int:
+    """Return what tells a part that is filled in place from others: of a tensor its memory, which views share."""
+    is_strided = isinstance(part, torch.Tensor) and part.layout is torch.strided
+    return part.untyped_storage()._cdata if is_strided else id(part)  # type: ignore[no-any-return]
 
 
 def _kept(
-    value: Any, path: Path, kinds: dict[Path, type], first: dict[int, Path], same: list[Any], is_begin: bool = False
+    value: Any, path: Path, begun: dict[Path, Any], first: dict[int, Path], same: list[Any], is_begin: bool = False
 ) -> Any:
-    """Return a part of a state as it is kept: `same` gets each path where a part stands again, with its first one.
+    """Return a part of a state as it is kept: `same` gets each path where a part stands again, with its `first` one.
 
-    `kinds` are those of a value's parts at the begin, when they are found.
+    `begun` are the parts at the begin, when it gets them.
     """
     kind, is_inner = type(value), isinstance(value, dict | list | tuple)
     before = first.setdefault(id(value), path) if is_inner or isinstance(value, torch.Tensor) else path
@@ -493,18 +515,18 @@ def _kept(
         same.append((path, before))
         return None
     own = kind not in (dict, list, tuple) if is_inner else isinstance(value, np.floating) and kind is not np.float64
-    if own and is_begin and (kind in FILLED or hasattr(value, "_make") or not is_inner):
-        kinds[path] = kind
-    if own and kinds.get(path) is not kind:
+    if is_begin and (not own or kind in FILLED or hasattr(value, "_make") or not is_inner):
+        begun[path] = weakref.ref(value) if isinstance(value, torch.Tensor) else value
+    if own and type(begun.get(path)) is not kind:
         raise ModelError(
             f"the state's {_shown(path)!r} is a {kind.__qualname__}, and only a dict, list or tuple comes back as it "
             "is, or a Counter, defaultdict, OrderedDict, named tuple or number of numpy that was there when "
             "run.state was called"
         )
     if isinstance(value, dict):
-        return {key: _kept(item, (*path, key), kinds, first, same, is_begin) for key, item in value.items()}
+        return {key: _kept(item, (*path, key), begun, first, same, is_begin) for key, item in value.items()}
     if is_inner:
-        items = [_kept(item, (*path, at), kinds, first, same, is_begin) for at, item in enumerate(value)]
+        items = [_kept(item, (*path, at), begun, first, same, is_begin) for at, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     return value
 
@@ -518,10 +540,14 @@ def _filled(
 ) -> Any:
     """Return a part that was kept, in the loop's own object if it has the same kind: other names may stand for it.
 
-    `filled` are the objects that hold one already, `made` all parts so far by their paths.
+    `filled` are the objects that hold one already, or are for another path; `made` are all parts so far by their
+    paths, and at first the objects that are for these.
     """
     if path in same:
         return made[same[path]]
+    if path in made:
+        old = made[path]
+        filled.discard(_place_of(old))
     if isinstance(new, torch.Tensor):
         made[path] = _tensor_filled(old, new, filled)
     elif isinstance(new, tuple):
@@ -531,9 +557,9 @@ def _filled(
         is_old = len(items) == len(before) and all(map(operator.is_, items, before))
         made[path] = before if is_old else before._make(items) if hasattr(before, "_make") else items
     elif isinstance(new, dict | list):
-        is_own = isinstance(old, type(new)) and id(old) not in filled
+        is_own = isinstance(old, type(new)) and _place_of(old) not in filled
         into = made[path] = old if is_own else type(new)()
-        filled.add(id(into))
+        filled.add(_place_of(into))
         if isinstance(new, dict):
             earlier = dict(into)
             into.clear()
@@ -551,10 +577,9 @@ def _tensor_filled(old: Any, new: torch.Tensor, filled: set[int]) -> torch.Tenso
     """Return the loop's own tensor with the new one's elements, or the new one, if it does not fit or is filled."""
     if not isinstance(old, torch.Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype) or not is_dense(old):
         return new
-    memory = old.untyped_storage()._cdata if old.layout is torch.strided else id(old)
-    if memory in filled:
+    if _place_of(old) in filled:
         return new
-    filled.add(memory)
+    filled.add(_place_of(old))
     with torch.no_grad():
         return old.copy_(new)
 

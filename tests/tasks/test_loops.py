@@ -1,8 +1,11 @@
 """A training whose loop is the user's, against the same loop in plain torch on whole batches."""
 
+import copy
 import time
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import StoppedEarly
 from dp_ray.system.threads import last_call
+from dp_ray.tasks.own_loop import PlainState
 from tests.support import loops
 from tests.support.cluster import Run
 from tests.support.group import (
@@ -843,6 +847,51 @@ def test_a_resumed_loop_finds_each_kind_of_state_as_it_was(tmp_path: Path) -> No
     assert repr(held[0]) == repr(held[2]), "plainly in one go, and resumed"
     assert list(held[2][1]["order"]) == ["a", "b"] and held[2][1]["point"].x == 3 and held[2][-1]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def _replaced(state: Any, at: int) -> None:
+    state["pair"][at] = torch.full((2,), 5.0)
+
+
+def _exchanged(state: Any) -> None:
+    state["old"], state["new"] = state["new"], state["old"]
+
+
+def _turned(state: Any) -> None:
+    state["old"], state["new"] = state["new"], {"rows": [7]}
+
+
+@pytest.mark.parametrize(
+    "change", [partial(_replaced, at=0), partial(_replaced, at=1), _exchanged, _turned, lambda state: state.popitem()]
+)
+def test_what_stands_elsewhere_than_at_the_begin_is_filled_there(change: Callable[[Any], object]) -> None:
+    """Each name of the loop's own has what it had, and the state holds it where it held it."""
+
+    def begun() -> tuple[Any, list[Any]]:
+        tensor, rows = torch.zeros(2), [1]
+        old, new = {"rows": rows}, {"rows": [2]}
+        state = {"pair": [tensor, tensor], "old": old, "new": new}
+        return state, [tensor, rows, old, new, new["rows"], state["pair"]]
+
+    state, names = begun()
+    kept = PlainState("state", state)
+    change(state)
+    names[0] += 1
+    names[1].append(3)
+    written = copy.deepcopy(kept.state_dict())
+
+    resumed, own = begun()
+    PlainState("state", resumed).load_state_dict(written)
+    assert repr(resumed) == repr(state)
+
+    def holds(state: Any, names: list[Any]) -> list[list[bool]]:
+        inner = [*state.values(), *state["pair"], *(part["rows"] for key, part in state.items() if key != "pair")]
+        return [[part is name for part in inner] for name in names]
+
+    there = holds(state, names)
+    assert holds(resumed, own) == there
+    for name, mine, is_there in zip(names, own, map(any, there), strict=True):
+        assert not is_there or repr(mine) == repr(name)
 
 
 class OwnDict(dict[str, int]):
