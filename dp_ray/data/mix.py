@@ -28,7 +28,8 @@ class Mix(Dataset[Any]):
     each with the row `from` which it holds, changes them as the run goes on. `stop` ends an epoch with the source
     that is through `first`, when `all` are, or after `{rows: N}`. `fields` are the keys that are taken of each item.
 
-    Raises JobError for arguments that do not go together, and DataError for a source without rows.
+    Raises JobError for arguments that do not go together, and DataError for a source without rows, and for a column
+    that text files of one source give another type than those of another.
 
     An index is the row's id, not a place in the order: the row's index among those of all sources, in the order of
     their names, plus the source's epoch times the number of these. `locate` tells it.
@@ -54,6 +55,7 @@ class Mix(Dataset[Any]):
             raise JobError(f"Mix: stop: {stop}: {error}") from None
         self._weights, self._stop = weights, stop
         self._fields = None if fields is None else list(fields)
+        _check_types(self.sources, self._fields)
         self._first: tuple[str, int, str] | None = None  # the first item in this process: its source, row and form
 
     @staticmethod
@@ -195,6 +197,20 @@ def _built(key: str, source: Any) -> Any:
         raise JobError(f"Mix: {key}: is a Mix itself; put its sources and their weights into this one")
     check_dataset(f"Mix: {key}", dataset)
     return dataset
+
+
+def _check_types(sources: Mapping[str, Any], fields: Sequence[str] | None) -> None:
+    """Raise DataError for a column of text files to which two sources give other types: no batch could hold both."""
+    seen: dict[str, tuple[str, str]] = {}
+    for name, source in sources.items():
+        for column, kind in getattr(source, "column_types", {}).items():
+            first, there = seen.setdefault(column, (name, kind))
+            if kind != there and (fields is None or column in fields):
+                wider = kind if "int" in there else there
+                raise DataError(
+                    f"column {column!r} is {there} in source {first!r}, and {kind} in source {name!r}; give it one "
+                    f"type in both, as by types: {{{column}: {wider}}}"
+                )
 
 
 def _stages(names: list[str], weights: Any) -> tuple[Stage, ...]:

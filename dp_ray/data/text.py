@@ -94,6 +94,14 @@ class TextTable(Tabular[Stretch]):
         blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
         super().__init__(files, blocks, cache_bytes)
 
+    @property
+    def column_types(self) -> dict[str, str]:
+        """The types of the columns that are not decoded, as `types` names them: of numbers, truth values and texts."""
+        read = [field for field in self._schema if field.name in self._columns and field.name not in self._decode]
+        is_left = (pa.types.is_null, pa.types.is_nested)
+        names = {field.name: str(field.type) for field in read if not any(test(field.type) for test in is_left)}
+        return {name: {"float": "float32", "double": "float64"}.get(kind, kind) for name, kind in names.items()}
+
     def _ends(self, text: bytes) -> list[int]:
         """Return where rows end."""
         raise NotImplementedError

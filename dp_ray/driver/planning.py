@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dp_ray.driver.checks import check_targets, lacking_here
@@ -20,6 +20,7 @@ from dp_ray.monitor.in_process import ONE_AT_A_TIME
 from dp_ray.plan.costs import GIB, MemoryPlan, PackedRows, Plan, planned_sources
 from dp_ray.rundir.claim import Resume, Wanted, check_claim
 from dp_ray.rundir.settled import run_of, settled, taken_over
+from dp_ray.rundir.start import trained_classes
 from dp_ray.rundir.unfinished import resumption
 from dp_ray.system.process import environment
 from dp_ray.text import listed
@@ -36,11 +37,12 @@ class Prepared:
     job: Job
     plan: Plan
     faults: tuple[Fault, ...]
+    classes: Sequence[str] = ()  # by their labels, as far as the dataset tells
 
     def cut_as(self, job: Job) -> "Prepared":
         """Return the same, with this job's number of shards."""
-        plan = plan_of(job, self.plan.rows)
-        return Prepared(job, dataclasses.replace(plan, packed=self.plan.packed), self.faults)
+        plan = dataclasses.replace(plan_of(job, self.plan.rows), packed=self.plan.packed)
+        return dataclasses.replace(self, job=job, plan=plan)
 
 
 def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
@@ -53,8 +55,9 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
         for error in lacking_here(job):
             raise error
         datasets = _datasets(job)
-    plan = plan_of(job, _rows_of(datasets), (*taken_over(asked, job), *_remarks(datasets)))
-    return Prepared(job, dataclasses.replace(plan, packed=_packed(job, datasets)), faults)
+    plan = plan_of(job, _rows_of(datasets), (*taken_over(asked, job), *_remarks(job, datasets)))
+    packed = dataclasses.replace(plan, packed=_packed(job, datasets))
+    return Prepared(job, packed, faults, _classes_of(datasets["dataset"]))
 
 
 def plan_job(job: Job) -> Plan:
@@ -76,7 +79,7 @@ def plan_job(job: Job) -> Plan:
 
             plan = dataclasses.replace(plan, blocks=plan_blocks(job))
         lacking = [f"a run would not start: {error}" for error in lacking_here(job)]
-        return dataclasses.replace(plan, remarks=(*plan.remarks, *_remarks(datasets), *lacking))
+        return dataclasses.replace(plan, remarks=(*plan.remarks, *_remarks(job, datasets), *lacking))
 
 
 def _plan_to_claim(asked: Job, rows: Mapping[str, int]) -> Plan:
@@ -132,22 +135,33 @@ def _datasets(job: Job) -> dict[str, Any]:
     return built
 
 
-def _remarks(datasets: Mapping[str, Any]) -> list[str]:
-    """Return what the datasets, and those within them, tell of how they are read; and whose classes differ."""
+def _remarks(job: Job, datasets: Mapping[str, Any]) -> list[str]:
+    """Return what the datasets, and those within them, tell of how they are read; and whose classes differ.
+
+    The classes of an evaluation are compared with those of the training, which its run keeps.
+    """
     lines = [
         line for dataset in datasets.values() for own in _within(dataset) for line in _told(own, "reads_as") or ()
     ]
-    classes = {key: next(filter(None, map(_classes, _within(dataset))), None) for key, dataset in datasets.items()}
-    first = classes["dataset"]
+    classes = {key: _classes_of(dataset) for key, dataset in datasets.items()}
+    trained, of = classes["dataset"], "dataset"
+    if trained and job.task == "evaluate" and job.init_from is not None:
+        classes = {job.dataset_key: trained}
+        trained, of = trained_classes(job.init_from), f"the training of {job.init_from}"
     for key, names in classes.items():
-        if first and names and names != first:
-            odd = sorted({*names} ^ {*first})
+        if trained and names and names != trained:
+            odd = sorted({*names} ^ {*trained})
             says = f"the classes {listed(odd)} are in one alone" if odd else "the classes have another order"
-            lines.append(f"{key} and dataset: {says}, so their labels differ; give both the same class_names")
+            lines.append(f"{key} and {of}: {says}, so their labels differ; give both the same class_names")
     return list(dict.fromkeys(lines))
 
 
-def _classes(dataset: Any) -> list[str] | None:
+def _classes_of(dataset: Any) -> list[str]:
+    """Return the names of the classes of a dataset, or of the first one within it that tells them; else none."""
+    return next(filter(None, map(_told_classes, _within(dataset))), [])
+
+
+def _told_classes(dataset: Any) -> list[str] | None:
     """Return the names of a dataset's classes by their labels, as `Images` and torchvision's folders tell them."""
     for names in (_told(dataset, "class_names"), _told(dataset, "classes")):
         if isinstance(names, list) and names and all(isinstance(name, str) for name in names):

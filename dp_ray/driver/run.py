@@ -154,7 +154,7 @@ def execute(
         job, plan = prepared.job, prepared.plan
         steps = plan.split.total_steps
         asked = {"overwrite": options.overwrite, "resume": options.resume, "is_reopened": reopen is not None}
-        wanted = Wanted(job, plan.rows, steps, **asked, modes=script_modes())
+        wanted = Wanted(job, plan.rows, steps, **asked, modes=script_modes(), classes=prepared.classes)
         decision = check_claim(run, wanted)
         claimed = claim(run, wanted, decision, reopen and functools.partial(reopen, plan.split))
         name_submitted_job(run.name, str(run.parent))

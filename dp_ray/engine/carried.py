@@ -132,11 +132,7 @@ def attributes_of(roots: Roots) -> dict[tuple[int, str], Attribute]:
 def changed_since(begun: dict[tuple[int, str], Attribute], roots: Roots) -> list[Attribute]:
     """Return, as they were before, the attributes that have another value now, are new or are gone."""
     now = {(id(module), key): Attribute(path, module, key) for path, module, key, _ in _attributes(roots)}
-    return [
-        attribute
-        for attribute in {**now, **begun}.values()
-        if not is_same(attribute.before, attribute.now)
-    ]
+    return [attribute for attribute in {**now, **begun}.values() if not is_same(attribute.before, attribute.now)]
 
 
 def _attributes(roots: Roots) -> Iterator[tuple[str, nn.Module, str, Any]]:

@@ -6,7 +6,7 @@ driver may be killed between any two.
 """
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from dp_ray.rundir.lease import lost
 from dp_ray.rundir.quarantine import unmerge_quarantine
 from dp_ray.rundir.replaced import ReplacedRun, check_reads_nothing_of
 from dp_ray.rundir.settled import changed_lengths, other_job
-from dp_ray.rundir.start import check_start
+from dp_ray.rundir.start import CLASSES, check_start
 from dp_ray.storage import Storage
 from dp_ray.system.threads import has_begun
 from dp_ray.text import command_for, listed
@@ -65,7 +65,7 @@ class Wanted:
     `steps` is the total number of steps: a finished training is resumed if it has more steps now. `overwrite`
     replaces whatever run is there. `resume` says that the job's Python objects are those of the run, and
     `is_reopened` that a finished prediction may be resumed. `modes` are the script's settings of torch, with which a
-    new run begins.
+    new run begins. `classes` are those of its dataset.
     """
 
     job: Job
@@ -75,6 +75,7 @@ class Wanted:
     resume: bool = False
     is_reopened: bool = False
     modes: Mapping[str, Any] = field(default_factory=dict)
+    classes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,8 @@ def claim(
     # Before any effect, since it raises JobError for args that cannot be hashed.
     modes = kept_modes(run) if isinstance(decision, Resume) else wanted.modes
     contents = {"token": uuid.uuid4().hex, "rows": wanted.rows, "modes": modes, **_described(wanted.job)}
+    if wanted.classes:
+        contents[CLASSES] = list(wanted.classes)
     waiting = ReplacedRun(run)
     has_begun()
     # 1. What was finished goes on. Until 2 it is finished, and all this is done anew.
@@ -256,7 +259,8 @@ def claim(
 def keep_shards(claimed: RunDir, job: Job) -> None:
     """Write the job into the run directory that was claimed with `shards: auto`, now that its number is found."""
     kept = RUN_JSON.read(claimed.storage)
-    RUN_JSON.write(claimed.storage, {**{key: kept[key] for key in ("token", "rows", "modes")}, **_described(job)})
+    stays = {key: kept[key] for key in ("token", "rows", "modes", CLASSES) if key in kept}
+    RUN_JSON.write(claimed.storage, {**stays, **_described(job)})
 
 
 def kept_modes(run: Storage) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import pickle
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from dp_ray.engine.optimizer import evaluated_weights
 from dp_ray.engine.world import World, broadcast, is_rank_0
-from dp_ray.errors import JobError, StorageError
+from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.records import Record
 from dp_ray.rundir.checkpoint import (
     CHECKPOINTS,
@@ -30,7 +31,7 @@ from dp_ray.rundir.checkpoint import (
     read_by_all,
     steps_of,
 )
-from dp_ray.rundir.files import is_finished, read_or_advise, replacing, runs_there
+from dp_ray.rundir.files import RUN_JSON, is_finished, read_or_advise, replacing, runs_there
 from dp_ray.rundir.weights import BEST, INDEXES, WEIGHTS, files_of, open_index, weights_name
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import TensorFile
@@ -39,6 +40,7 @@ from dp_ray.text import listed
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
 LINKS = "init_from"
+CLASSES = "classes"  # the key in a run's file for the classes of its dataset, by their labels
 NEW_HEAD = "; to load the weights that fit, and leave the rest as the model is built, set strict: false"
 
 
@@ -117,6 +119,15 @@ def check_start(run: Storage | None, location: str) -> None:
         file_of(run, location, start)
     else:
         find_start(location)
+
+
+def trained_classes(location: str) -> list[str]:
+    """Return the classes of the dataset on which the run that `init_from` names was trained; none if it tells none."""
+    with suppress(Error):  # of a storage that is not there: who loads the weights says so
+        found = RUN_JSON.read(_split_location(location)[0])
+        if found.get("job", {}).get("task") == "train":
+            return list(found.get(CLASSES, ()))
+    return []
 
 
 def first_step(run: Storage) -> int:

@@ -26,7 +26,17 @@ from dp_ray.engine.determinism import of_cublas
 from dp_ray.engine.replica import Forwards, Replica
 from dp_ray.engine.tree_sum import add_to, exchanged, sparse_modules
 from dp_ray.engine.user_code import dtypes_and_sizes
-from dp_ray.engine.world import everyone, failed_in_group, gathered, has_peers, is_gpu, is_rank_0, leave_group, own_rank, text_of
+from dp_ray.engine.world import (
+    everyone,
+    failed_in_group,
+    gathered,
+    has_peers,
+    is_gpu,
+    is_rank_0,
+    leave_group,
+    own_rank,
+    text_of,
+)
 from dp_ray.errors import Error, JobError, ModelError, frames_of
 from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, fold, parents

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 import dp_ray
-from dp_ray.data import Mix, Parquet
+from dp_ray.data import Csv, JsonLines, Mix, Parquet
 from dp_ray.driver.planning import plan_job
 from dp_ray.driver.replay import replay
 from dp_ray.engine.items import ItemKeys, SampleReader
@@ -391,6 +391,24 @@ def test_unlike_fields_are_refused_by_source_and_row_or_those_named_are_taken() 
         Mix(sources, {"a": 0.5, "b": 0.5}, fields=["url"])[7]
     with pytest.raises(DataError, match=r"row 0 of source 'a' is no dict"):
         Mix({"a": Pairs(3)}, {"a": 1}, fields=["url"])[0]
+
+
+def test_a_column_that_text_files_give_two_types_is_refused_or_has_the_one_that_is_given(tmp_path: Path) -> None:
+    """A batch of one source alone would be of whole numbers else, and its type that of the rows which it happens to hold."""
+    (tmp_path / "a.csv").write_text("x,code\n1,7\n2,8\n")
+    (tmp_path / "b.jsonl").write_text('{"x": 0.5, "code": 7}\n{"x": 1, "code": 9}\n')
+    weights = {"a": 0.5, "b": 0.5}
+
+    def of(types: dict[str, str], **args: Any) -> Mix:
+        return Mix({"a": Csv(tmp_path / "a.csv", types=types), "b": JsonLines(tmp_path / "b.jsonl")}, weights, **args)
+
+    says = r"column 'x' is int64 in source 'a', and float32 in source 'b'; give it .* types: \{x: float32\}"
+    with pytest.raises(DataError, match=says):
+        of({})
+    assert [item["code"] for item in of({}, fields=["code"]).__getitems__([0, 2])] == [7, 7]
+    batch = default_collate(of({"x": "float32"}).__getitems__([0, 2, 3]))
+    assert (batch["x"].dtype, batch["x"].tolist()) == (torch.float32, [1.0, 0.5, 1.0])
+    assert (batch["code"].dtype, batch["code"].tolist()) == (torch.int64, [7, 7, 9])
 
 
 def test_a_row_that_raises_is_named() -> None:

@@ -313,10 +313,15 @@ def test_what_is_read_otherwise_is_told_by_the_plan_and_the_run(
     assert all(told.count(line) == 1 for line in lines)
 
 
-def test_classes_that_differ_between_training_and_evaluation_are_told(tmp_path: Path) -> None:
+def write_images(folder: Path) -> None:
+    """Write images of three classes to train on, and of two of them to test."""
     for name in ("train/ant/1.png", "train/bee/2.png", "train/cat/3.png", "test/ant/4.png", "test/cat/5.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        PIL.Image.new("RGB", (2, 2)).save(tmp_path / name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.new("RGB", (2, 2)).save(folder / name)
+
+
+def test_classes_that_differ_between_training_and_evaluation_are_told(tmp_path: Path) -> None:
+    write_images(tmp_path)
 
     def plan(**more: Any) -> tuple[str, ...]:
         test, train = (
@@ -331,3 +336,39 @@ def test_classes_that_differ_between_training_and_evaluation_are_told(tmp_path: 
         "class_names",
     )
     assert plan(class_names=["ant", "bee", "cat"]) == ()
+
+
+class Flat(nn.Linear):
+    """A model of images of 2 by 2."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(image.flatten(1).float())
+
+
+@pytest.mark.parametrize("shards", [1, "auto"])
+def test_an_evaluation_of_a_run_is_told_which_classes_differ(
+    tmp_path: Path, shards: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path)
+
+    def run(task: str, folder: str, **images: Any) -> tuple[dp_ray.Result, str]:
+        keys = {"name": f"{task}-{len(images['class_names'] or ())}", "model": f"{HERE}:Flat", "batch_size": 3}
+        keys |= {"dataset": {"target": "dp_ray.data:Images", "args": {"paths": str(tmp_path / folder), **images}}}
+        keys |= {"inputs": ["image"], "target": "label", "loss": "torch.nn:CrossEntropyLoss", "shards": shards}
+        if task == "train":
+            keys |= {"epochs": 1, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}}}
+        else:
+            keys["init_from"] = str(tmp_path / "runs" / "train-0")
+        result = dp_ray.run(task=task, workers=0, storage=str(tmp_path / "runs"), **keys)
+        return result, capsys.readouterr().err
+
+    run("train", "train", classes=True, class_names=None)
+    says = (
+        f"dataset and the training of {tmp_path}/runs/train-0: the classes bee are in one alone, so their labels "
+        "differ; give both the same class_names"
+    )
+    assert says in run("evaluate", "test", classes=True, class_names=None)[1]
+    assert "so their labels differ" not in run("evaluate", "test", class_names=["ant", "bee", "cat"])[1]

@@ -154,7 +154,9 @@ def job(kind: type[nn.Module], **keys: Any) -> Job:
 
 def task(kind: type[nn.Module], task: str, **keys: Any) -> Job:
     given = {"model": model(kind), "dataset": DATA, "batch_size": BATCH, "shards": SHARDS, **keys}
-    return Job.make({"task": task, **given, **({"loss": "torch.nn:CrossEntropyLoss"} if task == "evaluate" else {})}, "job")
+    return Job.make(
+        {"task": task, **given, **({"loss": "torch.nn:CrossEntropyLoss"} if task == "evaluate" else {})}, "job"
+    )
 
 
 def lines(messages: list[Any]) -> list[str]:
