@@ -96,7 +96,7 @@ class TextTable(Tabular[Stretch]):
 
     @property
     def column_types(self) -> dict[str, str]:
-        """The types of the columns that are not decoded, as `types` names them: of numbers, truth values and texts."""
+        """The types of numbers, truth values and texts by columns, as `types` names them; not of decoded ones."""
         read = [field for field in self._schema if field.name in self._columns and field.name not in self._decode]
         is_left = (pa.types.is_null, pa.types.is_nested)
         names = {field.name: str(field.type) for field in read if not any(test(field.type) for test in is_left)}

@@ -67,10 +67,10 @@ class Carried:
         changed, self._changed, self.is_open = self._changed, None, False
         if found := carried(changed, run):
             self._say(
-                f"model: a forward reads what an earlier one has left in {listed(found)}. That is each worker's own and "
-                "in no checkpoint, so results depend on shards and workers: set it anew in each forward, give it with "
-                "the batch, or register it as a buffer: all shards of a step then begin with the same value, and the "
-                "next step with what shard 0 has written"
+                f"model: a forward reads what an earlier one has left in {listed(found)}. That is each worker's own "
+                "and in no checkpoint, so results depend on shards and workers: set it anew in each forward, give it "
+                "with the batch, or register it as a buffer: all shards of a step then begin with the same value, and "
+                "the next step with what shard 0 has written"
             )
 
     def after(self, roots: Roots) -> None:

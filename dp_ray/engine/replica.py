@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from dp_ray.engine.call_state import CallState
 from dp_ray.engine.buffers import Roots
+from dp_ray.engine.call_state import CallState
 from dp_ray.engine.carried import Carried
 from dp_ray.engine.clock import SilentClock, StepClock
 from dp_ray.engine.out_of_memory import ShardSize, raise_advised

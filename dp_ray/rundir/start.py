@@ -122,7 +122,7 @@ def check_start(run: Storage | None, location: str) -> None:
 
 
 def trained_classes(location: str) -> list[str]:
-    """Return the classes of the dataset on which the run that `init_from` names was trained; none if it tells none."""
+    """Return the classes on which the run that `init_from` names was trained, by their labels; none if not known."""
     with suppress(Error):  # of a storage that is not there: who loads the weights says so
         found = RUN_JSON.read(_split_location(location)[0])
         if found.get("job", {}).get("task") == "train":

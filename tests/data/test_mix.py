@@ -394,7 +394,7 @@ def test_unlike_fields_are_refused_by_source_and_row_or_those_named_are_taken() 
 
 
 def test_a_column_that_text_files_give_two_types_is_refused_or_has_the_one_that_is_given(tmp_path: Path) -> None:
-    """A batch of one source alone would be of whole numbers else, and its type that of the rows which it happens to hold."""
+    """Else the type of a batch would be that of the sources whose rows it happens to hold."""
     (tmp_path / "a.csv").write_text("x,code\n1,7\n2,8\n")
     (tmp_path / "b.jsonl").write_text('{"x": 0.5, "code": 7}\n{"x": 1, "code": 9}\n')
     weights = {"a": 0.5, "b": 0.5}
