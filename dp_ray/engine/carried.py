@@ -18,7 +18,7 @@ from dp_ray.engine.buffers import Roots, joined, modules_of, shown
 from dp_ray.engine.rows import RowTrial, is_same_constant, is_same_leaf
 from dp_ray.engine.world import passes
 from dp_ray.system.process import patched
-from dp_ray.tensors.tree import flatten
+from dp_ray.tensors.tree import flatten, why_no_rows
 from dp_ray.text import listed
 
 BYTES = 1 << 26  # of tensors in attributes that are copied; of others a write in place is not seen
@@ -164,8 +164,10 @@ class Copier:
     def _copy(self, value: Any, depth: int) -> Any:
         kind = type(value)
         if isinstance(value, torch.Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
+            if why_no_rows(value) is not None or value.dtype == object:  # no plain numbers
+                return value
             self._room -= value.nbytes
-            if self._room < 0 or value.dtype == object:
+            if self._room < 0:
                 return value
             return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
         is_named = issubclass(kind, tuple) and hasattr(kind, "_make")

@@ -3,6 +3,7 @@
 A run reads the same files of a dataset to its end, however often it is resumed: `check_unchanged` raises if not.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -75,7 +76,7 @@ class Context:
             held.placement = place(self.job, self.world, self.say)
         before = held.placement
         world = self.world.with_inputs_on(before.world.device)
-        return replace(before, world=world, say=self.say, outlives_group=True)
+        return replace(before, world=world, say=functools.cache(self.say), outlives_group=True)
 
     def say(self, text: str) -> None:
         """Send a line for the user, from rank 0 alone: the other ranks would repeat it."""
