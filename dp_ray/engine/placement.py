@@ -70,7 +70,8 @@ class Placement:
 
     def forwards(self) -> Forwards:
         """Return the forwards of an evaluation, a prediction or a training's passes."""
-        is_asked = self.world.rank == 0 and not self._cannot_run_alone
+        # A single shard sees all batches, in order, as in plain torch.
+        is_asked = self.world.rank == 0 and self.job.num_shards > 1 and not self._cannot_run_alone
         return Forwards(Carried(self.say) if is_asked else None)
 
     def row_trial(self) -> RowTrial:

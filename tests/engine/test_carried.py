@@ -217,6 +217,7 @@ def plain_weights() -> dict[str, torch.Tensor]:
         (Counting, {"loss": {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}}, ["calls"]),
         (Counting, {"eval": {"dataset": DATA, "every_epochs": 1}}, ["calls"]),
         (Counting, {"flops": True}, ["calls"]),
+        (Counting, {"shards": 1}, []),  # it goes from batch to batch, as in plain torch
         (Resetting, {}, []),
         (Harmless, {}, []),
         (Net, {}, []),
