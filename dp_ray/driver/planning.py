@@ -37,11 +37,12 @@ class Prepared:
     job: Job
     plan: Plan
     faults: tuple[Fault, ...]
+    told: Sequence[str] = ()  # lines on what it takes over, and on its datasets
     classes: Sequence[str] = ()  # by their labels, as far as the dataset tells
 
     def cut_as(self, job: Job) -> "Prepared":
         """Return the same, with this job's number of shards."""
-        plan = dataclasses.replace(plan_of(job, self.plan.rows), packed=self.plan.packed)
+        plan = dataclasses.replace(plan_of(job, self.plan.rows, self.told), packed=self.plan.packed)
         return dataclasses.replace(self, job=job, plan=plan)
 
 
@@ -55,9 +56,9 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
         for error in lacking_here(job):
             raise error
         datasets = _datasets(job)
-    plan = plan_of(job, _rows_of(datasets), (*taken_over(asked, job), *_remarks(job, datasets)))
-    packed = dataclasses.replace(plan, packed=_packed(job, datasets))
-    return Prepared(job, packed, faults, _classes_of(datasets["dataset"]))
+    told = *taken_over(asked, job), *_remarks(job, datasets)
+    plan = dataclasses.replace(plan_of(job, _rows_of(datasets), told), packed=_packed(job, datasets))
+    return Prepared(job, plan, faults, told, _classes_of(datasets["dataset"]))
 
 
 def plan_job(job: Job) -> Plan:

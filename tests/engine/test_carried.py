@@ -127,20 +127,20 @@ class Smoothed(nn.Module):
         self.mean = 1.0
 
     def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(outputs, target)
-        self.mean = 0.9 * self.mean + 0.1 * float(loss)
-        return loss / self.mean
+        losses = nn.functional.cross_entropy(outputs, target, reduction="none")
+        self.mean = 0.9 * self.mean + 0.1 * float(losses.detach().mean())
+        return losses / self.mean
 
 
 def train_loop(run: Any) -> None:
     update = run.optimizer(torch.optim.SGD(run.model.parameters(), lr=0.1))
 
     def loss(batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(run.model(batch[0]), batch[1])
+        return nn.functional.cross_entropy(run.model(batch[0]), batch[1], reduction="none")
 
     for step in run.steps():
         run.model.temperature = step.number  # a loop's own, which is the same on all workers
-        step.backward(loss)
+        step.backward(loss, run.model)
         update.step()
 
 
@@ -217,7 +217,6 @@ def plain_weights() -> dict[str, torch.Tensor]:
         (Counting, {"loss": {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}}, ["calls"]),
         (Counting, {"eval": {"dataset": DATA, "every_epochs": 1}}, ["calls"]),
         (Counting, {"flops": True}, ["calls"]),
-        (Counting, {"shards": 1}, []),  # it goes from batch to batch, as in plain torch
         (Resetting, {}, []),
         (Harmless, {}, []),
         (Net, {}, []),
@@ -227,6 +226,10 @@ def test_what_is_told_of_a_training(
     tmp_path: Path, kind: type[nn.Module], keys: dict[str, Any], told: list[str], workers: int
 ) -> None:
     assert names(run_group(job(kind, **keys, workers=workers), tmp_path)) == told
+
+
+def test_a_single_shard_goes_from_batch_to_batch_as_in_plain_torch(tmp_path: Path) -> None:
+    assert names(run_group(job(Counting, shards=1, workers=1), tmp_path)) == []
 
 
 @pytest.mark.parametrize(("kind", "told"), [(Counting, ["calls"]), (Harmless, [])])
