@@ -69,8 +69,8 @@ class Carried:
             self._say(
                 f"model: a forward reads what an earlier one has left in {listed(found)}. That is each worker's own "
                 "and in no checkpoint, so results depend on shards and workers: set it anew in each forward, give it "
-                "with the batch, or register it as a buffer: all shards of a step then begin with the same value, and "
-                "the next step with what shard 0 has written"
+                "with the batch, or register it as a buffer: all shards of a step then begin with the same value, "
+                "and the next step with what shard 0 has written"
             )
 
     def after(self, roots: Roots) -> None:
