@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,17 @@ def run_here(root: Path, out: Path, is_all: bool, base: Path | None, words: list
             f"{time.monotonic() - began:4.0f} s {number}/{len(chosen)} {case['name']}{failed}"[:200], file=sys.stderr
         )
     end_idle()
+    print(f"{cpu_seconds():.0f} s of CPU", file=sys.stderr)
     out.write_text(json.dumps({"cases": cases, "proofs": proofs, "texts": texts_of(root / "dp_ray")}))
     return 0
+
+
+def cpu_seconds() -> float:
+    """Return what this process and those that it has started have taken."""
+    import psutil
+
+    whole = psutil.Process()
+    return sum(sum(each.cpu_times()[:4]) for each in [whole, *whole.children()])
 
 
 def is_chosen(name: str, words: Iterable[str]) -> bool:
@@ -141,9 +150,12 @@ def drawn(root: Path, is_all: bool) -> Iterator[Case]:
 
 
 def ways(number: int, is_all: bool) -> list[list[list[Any]]]:
-    """Return on what workers a case runs: each run has workers, and the step before which they are all ended."""
+    """Return on what workers a case runs: each run has workers, and the step before which they are all ended.
+
+    There are never more workers than shards. Those of one process are no run that a driver goes on with.
+    """
     alone = [[[workers, None]] for workers in (0, 1, 2, 3)]
-    resumed = [[[2, 3], [3, None]], [[3, 2], [1, 3], [2, None]], [[1, 1], [0, None]], [[0, None]]][:3]
+    resumed = [[[2, 3], [3, None]], [[3, 2], [1, 3], [2, None]], [[1, 1], [3, None]]]
     return [*alone, *resumed] if is_all else [alone[number % 4], resumed[number % 3]]
 
 
@@ -175,6 +187,8 @@ def of_suites(is_all: bool) -> Iterator[Case]:
     fsdp = [{**USUAL, **case} for case in test_fsdp_bitwise.CASES.values()]
     trainings = examples(test_fuzz.trainings(), 60 if is_all else 9)
     around = examples(test_fuzz_around.cases(), 40 if is_all else 6)
+    if not is_all:  # processes that read take seconds to start
+        around = [{**case, "processes": 0} for case in around]
     loops = examples(test_loops_drawn.cases(), 40 if is_all else 6)
     for kind, cases in (("fsdp", fsdp), ("training", trainings), ("around", around), ("loop", loops)):
         for number, case in enumerate(cases):
@@ -204,14 +218,10 @@ def of_kills(is_all: bool) -> Iterator[Case]:
         for name, rows in (("mlp", data["Pairs"]), ("conv", data["Images"]))
     }
     loop = {"task": "train", "model": f"{support}.loops:Gan", "dataset": f"{support}.loops:Points", "shards": 6}
+    loop |= {"checkpoint": {"every_steps": 4}}
     loop |= {"loop": f"{support}.loops:gan", "batch_size": 10, "epochs": 4, "shuffle": False, "bitwise": True}
-    predicts = {
-        "task": "predict",
-        "model": of["mlp"]["model"],
-        "dataset": data["Pairs"],
-        "batch_size": 6,
-        "shards": 4,
-    }
+    predicts = {"task": "predict", "model": of["mlp"]["model"], "dataset": data["Pairs"], "batch_size": 6}
+    predicts |= {"shards": 4, "bitwise": True, "strategy": "fsdp"}  # whose workers wait for each other in each step
     kinds: dict[str, tuple[Case, list[str]]] = {
         "mlp": (
             of["mlp"],
@@ -219,8 +229,8 @@ def of_kills(is_all: bool) -> Iterator[Case]:
         ),
         "conv": (of["conv"], ["backward", "update", "after"]),
         "fsdp": ({**of["mlp"], "strategy": "fsdp"}, ["gather", "scatter", "update", "checkpoint"]),
-        "loop": ({**loop, "checkpoint": {"every_steps": 4}}, ["update", "backward", "exchange"]),
-        "prediction": (predicts, ["forward", "piece"]),
+        "loop": (loop, ["update", "backward", "exchange"]),
+        "prediction": (predicts, ["forward", "gather"]),
     }
     for kind, (keys, parts) in kinds.items():
         for at, part in enumerate(parts):
@@ -349,7 +359,9 @@ def of_job(root: Path, case: Case, folder: Path) -> Case:
 
     run, told = folder / "run", list[Any]()
     for workers, stops, *strategy in case["runs"]:
-        job = job_of(root, case, workers=workers, **({"strategy": strategy[0]} if strategy else {}))
+        shards = job_of(root, case, workers=1).shards or workers
+        keys = {"strategy": strategy[0]} if strategy else {}
+        job = job_of(root, case, workers=min(workers, shards), **keys)
         if "faults" in case:
             run_surviving(job, run, [Fault(*fault) for fault in case["faults"]])
         elif workers == 0:
@@ -390,12 +402,13 @@ def left_in(run: Path, told: Iterable[Any]) -> Case:
 
 def of_program(root: Path, case: Case, folder: Path) -> Case:
     """Run a program of modules; return the bits of all that it compares with plain torch."""
+    from torch import nn
+
     import dp_ray
     from dp_ray.parallel import module as parallel
     from dp_ray.parallel.exchange import SharedWorkers
     from tests.parallel import test_programs as suite
     from tests.support.served import Gloo
-    from torch import nn
 
     program, *given = case["case"]
     num, seen, check = 2 if case["on"] == "gloo" else 0, list[str](), suite.assert_close
@@ -451,7 +464,7 @@ def compared(base: Case, here: Case) -> tuple[list[str], list[str]]:
     for name in [*base["proofs"], *(name for name in here["proofs"] if name not in base["proofs"])]:
         one, other = (each["proofs"].get(name) for each in (base, here))
         if one is None or other is None:
-            bits.append(f"DIFFERS {name}: it ran in {'the base' if one else 'this checkout'} alone")
+            bits.append(f"DIFFERS {name}: it ran in {'the base' if other is None else 'this checkout'} alone")
             continue
         if "error" in one and "error" in other:
             if one["error"] != other["error"]:
@@ -472,27 +485,24 @@ def apart(what: str, one: Any, other: Any) -> str:
     """Return where a part of two proofs differs; empty where it does not."""
     if one == other:
         return ""
-    if one is None or other is None or what == "error":
-        return f"{what} {one if one is None or what == 'error' else 'was there'} -> {other if what == 'error' else '...'}"
+    if what == "error":
+        return f"error {one} -> {other}"
+    if one is None or other is None:
+        return f"{what} came" if one is None else f"{what} vanished"
     if what == "history":
-        rows: Callable[[Any], dict[str, Any]] = lambda each: {row["step"]: row for row in each}  # noqa: E731
-        steps = [step for step in rows(one) if rows(one)[step] != rows(other).get(step)]
-        if not steps:
-            return f"history has {len(one)} -> {len(other)} rows"
-        before, after = rows(one)[steps[0]], rows(other).get(steps[0], {})
-        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        return f"history from step {steps[0]}: " + ", ".join(
-            f"{name} {before.get(name)} -> {after.get(name)}" for name in names[:4]
-        )
+        steps = [{int(row["step"]): row for row in rows} for rows in (one, other)]
+        first = next(step for step in sorted({*steps[0], *steps[1]}) if steps[0].get(step) != steps[1].get(step))
+        what, (one, other) = f"history from step {first}", (rows.get(first, {}) for rows in steps)
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-    return f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+    named = [name if what == "program" else f"{name} {one.get(name)} -> {other.get(name)}" for name in names[:3]]
+    return f"{what}: {', '.join(named)}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def texts_of(package: Path) -> dict[str, str]:
-    """Return the texts of a package that a user may read, each with the files that have it: `{}` is what is filled in.
+    """Return the texts of a package that a user may read, each with the files that have it.
 
     They are those of `raise` and of what is said, and all others of three words and more but for docstrings: many a
-    text is put together before it is raised.
+    text is put together before it is raised. `{}` stands for what is filled in.
     """
     found: dict[str, set[str]] = {}
     for path in sorted(package.rglob("*.py")):
