@@ -28,7 +28,7 @@ KEPT = ROOT / "build" / "proofs"
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of a history that no two runs share
 SECONDS = 150  # of one case: what hangs has failed
 SEED = 69
-SAYS = {"say", "warn", "Note", "add_note", "counted_note"}  # calls whose texts a user reads
+SAYS = {"say", "warn", "Note", "add_note", "note", "print", "echo"}  # calls whose texts a user reads
 Case = dict[str, Any]
 
 
@@ -187,9 +187,9 @@ def of_suites(is_all: bool) -> Iterator[Case]:
     fsdp = [{**USUAL, **case} for case in test_fsdp_bitwise.CASES.values()]
     trainings = examples(test_fuzz.trainings(), 60 if is_all else 9)
     around = examples(test_fuzz_around.cases(), 40 if is_all else 6)
-    if not is_all:  # processes that read take seconds to start
-        around = [{**case, "processes": 0} for case in around]
-    loops = examples(test_loops_drawn.cases(), 40 if is_all else 6)
+    for number, case in enumerate(around):  # processes that read take ten seconds to start
+        case["processes"] *= is_all and number % 8 == 0
+    loops = examples(test_loops_drawn.cases(), 24 if is_all else 6)
     for kind, cases in (("fsdp", fsdp), ("training", trainings), ("around", around), ("loop", loops)):
         for number, case in enumerate(cases):
             more = ways(number, is_all) if kind in ("loop", "fsdp") else ways(number, False)
