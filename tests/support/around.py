@@ -261,17 +261,11 @@ def with_loss(model: nn.Module, batch: Any, loss: nn.Module) -> dict[str, Any]:
     return {"loss": (loss(outputs, batch[1]).sum(), len(outputs)), "outputs": outputs, "target": batch[1]}
 
 
-def closure() -> Any:
-    loss = Centred()
-    return lambda model, batch: with_loss(model, batch, loss)
-
-
 STEPS: dict[str, Callable[[], Any]] = {
     "module": Stepping,
-    "method": lambda: Stepping().forward,
     "object": Holding,
+    "method": lambda: Stepping().forward,
     "partial": lambda: functools.partial(with_loss, loss=Centred()),
-    "closure": closure,
 }
 
 
@@ -302,8 +296,10 @@ def looping(run: Any, optimizer: str, clip: float | None) -> None:
     Looping(None, optimizer, clip)(run)
 
 
-def step_of(kind: str) -> Any:
-    return STEPS[kind]()
+def stepping(kind: str, is_object: bool) -> Any:
+    """A step of that kind that the script has made; or the name of a class of steps."""
+    made = STEPS[kind]
+    return named_or_made(is_object, made if is_object or made in (Stepping, Holding) else Stepping)
 
 
 class Contrast(nn.Module):
@@ -364,7 +360,7 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
     elif "ignored" in has:
         what = {"step": f"{HERE}:labelled_step"}
     elif "moves" in has:
-        what = {"step": named(step_of, case["step"])} if case["step"] else {"loss": named(Centred)}
+        what = {"step": stepping(case["step"], case["objects"])} if case["step"] else {"loss": named(Centred)}
     if "metric" in has:
         what["metrics"] = {"weighed": named(Weighing)}
     if case["eval_rows"]:

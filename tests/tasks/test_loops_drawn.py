@@ -45,8 +45,8 @@ def check(
     size = keys.get("batch_size", loops.BATCH)
     expected, logged, errors = plainly(planned, batch_size=size, epochs=2, evaluates=evaluates, **args)
     found, history = weights_of(folder), history_of(folder)
-    if not all(tensor.isfinite().all() for tensor in expected.values()):
-        reject()  # a drawn plan may diverge, in plain torch too
+    if not all((tensor.abs() < 10).all() for tensor in expected.values()):
+        reject()  # a drawn plan may diverge, in plain torch too, where each rounding grows
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
     assert [row["sum"] for row in history] == pytest.approx([row["sum"] for row in logged], rel=1e-4, abs=1e-5)
@@ -109,7 +109,8 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     plan = [
         {**do, "when": draw(WHEN)} for do in (*before, draw(passes()), *after)
     ]  # one that trains nothing is an error
-    adam = not any(do.get("loss") == "table" for do in plan) and draw(st.booleans())
+    is_sparse = any(do.get("loss") == "table" for do in plan)
+    adam = not is_sparse and draw(st.booleans())
     return {
         "plan": plan,
         "shards": draw(st.integers(3, 5)),
@@ -117,7 +118,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "workers": draw(st.sampled_from([(1, 2), (2, 3), (3, 1)])),
         "bitwise": draw(st.booleans()),
         "evaluates": draw(st.sampled_from([None, 1, 2, 3])),
-        "of_loop": {"decay": draw(st.sampled_from([0.0, 0.1])), "adam": adam},
+        "of_loop": {"decay": 0.0 if is_sparse else draw(st.sampled_from([0.0, 0.1])), "adam": adam},
     }
 
 
