@@ -25,7 +25,7 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test full eighth release below on-ray lowest quick places gpu sim ray fuzz check bench docs site lock dist matrix mutants clean
+.PHONY: demo test full eighth release below on-ray lowest quick places gpu sim ray fuzz check bench docs site lock dist matrix mutants proofs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -125,6 +125,10 @@ matrix: dist
 # Ten minutes and more: forty things broken, one at a time, for each of which a test must fail. ONLY="lease drawn" runs some.
 mutants: $(VENV)/installed
 	$(BIN)/python -m tools.mutants $(ONLY)
+
+# Minutes: whether this checkout gives the bits of BASE, a commit or a kept file. ONLY="kill fsdp" runs some cases.
+proofs: $(VENV)/installed
+	$(BIN)/python -m tools.proofs $(BASE) $(ONLY)
 
 clean:
 	rm -rf .venv .venv-ray-* dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -192,13 +192,29 @@ def make_loader(
     try:
         return TimedLoader(made, samples.times, getattr(samples.dataset, "stop_reading_ahead", None))
     except Exception:
-        if isinstance(made.multiprocessing_context, BaseContext):
-            _check_can_be_sent(made.multiprocessing_context, samples, collate)
+        if processes:
+            _check_can_be_sent(made.multiprocessing_context or multiprocessing.get_context(), samples, collate)
         raise
 
 
+def _generator_of(device: torch.device, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    return generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+# To a process that is not forked, torch itself sends the state in shared memory, where it is no longer there.
+ForkingPickler.register(
+    torch.Generator, lambda generator: (_generator_of, (generator.device, generator.get_state().numpy().tobytes()))
+)
+
+
 def _check_can_be_sent(context: BaseContext, samples: Samples, collate: Any) -> None:
-    """Raise JobError, which names the part, if the dataset or the collate cannot be sent to a loader's process."""
+    """Raise JobError, which names the part, if the dataset or the collate cannot be sent to a loader's process.
+
+    A forked one is sent nothing. Python 3.14 forks none by default.
+    """
+    if context.get_start_method() == "fork":
+        return
 
     def dump(value: Any) -> None:
         with open(os.devnull, "wb") as nowhere:

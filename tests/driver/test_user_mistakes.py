@@ -24,6 +24,7 @@ from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted
 from dp_ray.job.job import Job
 from tests.support import models
 from tests.support.builders import run_dir_of
+from tests.support.group import ProcessExit, run_group
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -450,6 +451,16 @@ def test_what_cannot_be_sent_to_a_loader_process_is_named(tmp_path: Path, contex
     loader = {"processes": 1, "context": context}
     with pytest.raises(JobError, match=rf"loader.context: {context} .*, and the dataset's attribute {says}"):
         run(tmp_path, models.Doubler(), Unsendable(held), loader=loader)
+
+
+def test_what_cannot_be_sent_is_named_where_processes_are_not_forked_by_default(tmp_path: Path) -> None:
+    """As by Python 3.14: the processes of a test's group, which a server forks, are such."""
+    args = {"length": 9, "has": [], "nest": "closure", "kind": "torch", "parts": "whole"}
+    dataset = {"target": "tests.support.around:drawing", "args": args}
+    model = {"target": "tests.support.around:Model", "args": {"has": []}}
+    job = Job.make({"model": model, "dataset": dataset, "batch_size": 3, "loader": {"processes": 1}}, "job")
+    with pytest.raises(ProcessExit, match=r"loader.context: forkserver .*, and the dataset's attribute held\['of'\]"):
+        run_group(job, tmp_path)
 
 
 def test_an_open_database_is_told_to_be_opened_in_each_process(tmp_path: Path) -> None:

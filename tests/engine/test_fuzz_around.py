@@ -87,9 +87,14 @@ FITS: dict[str, Any] = {  # each shard has as many rows as there are prototypes
 }
 
 
+# A generator of torch, which torch by itself sends to no process that is not forked.
+SENT: dict[str, Any] = {**FITS, "has": [], "processes": 2, "draws": ("compose", "torch", "whole")}
+
+
 @pytest.mark.slow
 @given(case=cases())
 @example(case=FITS)
+@example(case=SENT)
 @settings(max_examples=handful(40), suppress_health_check=list(HealthCheck))
 def test_what_is_around_a_model_is_that_of_one_plain_process(case: dict[str, Any]) -> None:
     check(case)

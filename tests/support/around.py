@@ -371,6 +371,9 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
         what["metrics"] = {"nll": f"{HERE}:nll"} if case["eval_rows"] else {}
     data = named(drawing, case["rows"], has, *case["draws"]) if case["draws"] else named(Data, case["rows"], has)
     is_hooked = bool({"clamp", "after"} & set(has))  # which nothing pickles
+    loader = {"processes": case["processes"]}
+    if case["draws"] and case["draws"][0] == "closure":  # which nothing pickles either
+        loader["context"] = "fork"
     model = named_or_made(case["objects"] and not is_hooked, Model, has)
     if case.get("loops"):
         given = case["optimizer"], case["grad_clip"]
@@ -387,7 +390,7 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
         "epochs": EPOCHS,
         "shuffle": True,
         "checkpoint": {"every_steps": case["kept"]},
-        "loader": {"processes": case["processes"]},
+        "loader": loader,
         **{name: case[name] for name in ("batch_size", "shards", "bitwise")},
     }
 
