@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_ray.engine.clock import SilentClock
-from dp_ray.engine.devices import blocks_of, has_own, input_device, move_inputs
+from dp_ray.engine.devices import input_device
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
-from dp_ray.engine.model import as_module, autocast, call_model, constructed, follow_shards
+from dp_ray.engine.model import autocast, build_model, call_model
 from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.engine.own_modes import begin_to_train, set_modes
 from dp_ray.engine.placement import shards_over
@@ -43,7 +42,6 @@ from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Loader, Target
 from dp_ray.job.plan import split_of
-from dp_ray.job.targets import resolve
 from dp_ray.plan.costs import USABLE, DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
 from dp_ray.plan.split import Split, Work, chunk_sizes, worker_shards
 from dp_ray.system.process import patched
@@ -436,9 +434,9 @@ def _fake(job: Job) -> Iterator[FakeTensorMode]:
     except JobError:
         raise
     except Exception as error:
-        what = job.model.label if isinstance(job.model, Target) else type(job.model).__qualname__
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise JobError(f"model: {what} cannot run without numbers, so its memory is not planned: {reason}") from error
+        says = f"model: {_label(job)} cannot run without numbers, so its memory is not planned: {reason}"
+        raise JobError(says) from error
 
 
 def fake_devices(count: int) -> list[torch.device]:
@@ -451,51 +449,29 @@ def fake_model(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) 
 
     Raises JobError, which names the model and the reason, if its constructor needs numbers of its tensors.
     """
-    if len(devices) > 1 and job.device_map is None:
-        return _placed_by_itself(job, devices, mode)
-    try:
-        model = build_on_meta(job) if isinstance(job.model, Target) else as_module(job.model)
-    except JobError as error:
-        raise _cannot_be_built(job, error) from None
-    follow_shards(model)
-    where = {"": devices[0]}
-    if job.device_map is not None:
-        where |= {block.name: devices[block.device] for block in blocks_of(job, model, len(devices))}
-    device_of: dict[int, torch.device] = {}
-    for name, module in model.named_modules():
-        parts = name.split(".") if name else []
-        above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))  # itself first, the root last
-        device = next(where[name] for name in above if name in where)
-        if job.device_map is not None and (name in where or has_own(module)):
-            move_inputs(module, device)
-        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
-            device_of.setdefault(id(tensor), device)
 
-    def faked(tensor: torch.Tensor) -> torch.Tensor:
-        size, stride, device = tensor.size(), tensor.stride(), device_of[id(tensor)]
-        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
-
-    with mode:
-        replace_tensors(model, faked)
-    return model
-
-
-def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) -> nn.Module:
-    """Build a model that moves its parts to devices while it is built; `module.to` gives it new fake tensors."""
-
-    def apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-        replace_tensors(module, function)
+    def apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        replace_tensors(module, function, recurse)
         return module
 
-    assert isinstance(job.model, Target)
-    resolve("model", job.model)
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=devices[0])
+
+    if not isinstance(job.model, Target):
+        replace_tensors(job.model, mode.from_tensor)
     try:
-        with mode, patched(nn.Module, _apply=apply):
-            return constructed(job, devices)
+        if isinstance(job.model, Target) and len(devices) == 1:
+            model = build_on_meta(job)
+            with mode:
+                replace_tensors(model, faked)
+            return model
+        with mode, patched(nn.Module, _apply=apply):  # `module.to` cannot change fake tensors in place
+            return build_model(job, devices)
     except JobError as error:
-        raise _cannot_be_built(job, error) from None
+        reason = str(error).splitlines()[0]
+        says = f"model: {_label(job)} cannot be built without memory, so its memory is not planned: {reason}"
+        raise JobError(says) from None
 
 
-def _cannot_be_built(job: Job, error: JobError) -> JobError:
-    label, reason = cast("Target", job.model).label, str(error).splitlines()[0]
-    return JobError(f"model: {label} cannot be built without memory, so its memory is not planned: {reason}")
+def _label(job: Job) -> str:
+    return job.model.label if isinstance(job.model, Target) else type(job.model).__qualname__

@@ -300,7 +300,8 @@ WITHOUT_MEMORY: dict[str, Step] = {
     "a generator": lambda x, m: torch.randn(3, generator=torch.Generator().manual_seed(2)),
     "conj": lambda x, m: torch.complex(x, x).conj() * 2,
     "a conjugate buffer": lambda x, m: m.register_buffer("conj", torch.randn(3, dtype=torch.cfloat).conj()),
-    "pickled": _pickled,
+    "as_tensor": _then(lambda x: torch.as_tensor(x, device="cpu").mul_(3)),
+    "to_empty": lambda x, m: nn.init.normal_(nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight),
 }
 WHOLE: dict[str, Step] = {
     "one_hot of so many classes": lambda x, m: F.one_hot(torch.randint(0, 5, (7,))),
@@ -318,11 +319,10 @@ WHOLE: dict[str, Step] = {
     "a function with a tensor": _kept(lambda x: lambda: x),
     "linspace out": _in(lambda out: torch.linspace(0, 1, 5, out=out)),
     "a table that numpy changes": _plain_then(lambda table: table.numpy().fill(7)),
-    "as_tensor": _then(lambda x: torch.as_tensor(x, device="cpu").mul_(3)),
     "factors": lambda x, m: (*torch.linalg.qr(x), *torch.linalg.svd(x, full_matrices=False)),
     "other randomness": lambda x, m: x * random.random() + torch.from_numpy(np.random.rand(5)),
     "the state": lambda x, m: torch.get_rng_state()[:8],
-    "to_empty": lambda x, m: nn.init.normal_(nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight),
+    "pickled": _pickled,
 }
 # Each with the error that names it.
 REFUSED: dict[str, tuple[Step, str]] = {

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -245,42 +245,28 @@ def check_shardable(model: nn.Module) -> None:
 
 
 def _sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of two tensors that have elements in common."""
-    beside: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    """Yield the names of two tensors of which each begins before the other ends, in the same memory."""
+    beside: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for name, tensor in _named(model):
-        if tensor.layout is torch.strided and tensor.numel() and not torch.nn.parameter.is_lazy(tensor):
-            beside[tensor.untyped_storage()._cdata].append((name, tensor))
+        if tensor.layout is torch.strided and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            end = begin + (last + 1) * tensor.itemsize
+            beside[tensor.untyped_storage()._cdata].append((name, begin, end))
     for group in beside.values():
-        for (name, first), (other, second) in itertools.combinations(group, 2):
-            if _overlap([first, second]):
+        for (name, begin, end), (other, start, stop) in itertools.combinations(group, 2):
+            if begin < stop and start < end:
                 yield name, other
-
-
-def _overlap(pair: Sequence[torch.Tensor]) -> bool:
-    spans = []
-    for tensor in pair:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-        begin = int(tensor.storage_offset())
-        spans.append((begin * tensor.itemsize, (begin + last + 1) * tensor.itemsize))
-    (begin, end), (start, stop) = spans
-    if end <= start or stop <= begin:
-        return False
-    if pair[0].itemsize != pair[1].itemsize:
-        return True
-    used = torch.zeros(max(end, stop) // pair[0].itemsize, dtype=torch.bool)  # they may be columns of a matrix
-    first, second = (used.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()) for tensor in pair)
-    first.copy_(torch.tensor(True).expand(first.shape))
-    return bool(second.any())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
-def replace_tensors(model: nn.Module, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def replace_tensors(model: nn.Module, new: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> None:
     """Put what `new` gives in the place of each parameter and buffer of a model; tied ones stay tied."""
     made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
+    for module in model.modules() if recurse else [model]:
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is None:
