@@ -135,20 +135,18 @@ def _built(job: Job, world: World, say: Callable[[str], None]) -> tuple[nn.Modul
     except JobError as error:
         failed = error
     described = None if model is None else _description(model)
-    seen = gathered((described, str(failed), torch.get_rng_state()))
+    seen = gathered((described, str(failed or ""), torch.get_rng_state()))
+    if failed is not None and is_whole:
+        raise failed
     expected, _, state = seen[0]
-    reasons = [
-        "its tensors have other sizes, strides or types on torch's meta device" if theirs else why
-        for theirs, why, _ in seen
-        if theirs != expected
-    ]
-    if not isinstance(job.model, Target):
+    if isinstance(job.model, Target):
+        differ = "its tensors have other sizes, strides or types on torch's meta device"
+        reasons = [why or differ for theirs, why, _ in seen if why or theirs != expected]
+    else:
         reasons = ["it is an object that is made already"]
     if model is not None and not reasons:
         torch.set_rng_state(state)  # as if all had drawn the values
         return model, world.world_size > 1
-    if failed is not None and is_whole:
-        raise failed
     model = model if model is not None and is_whole else build_model(job, [CPU])
     size = sum(tensor.nbytes for _, tensor in _named(model))
     what = job.model.label if isinstance(job.model, Target) else type(model).__qualname__
@@ -172,10 +170,10 @@ def build_on_meta(job: Job) -> nn.Module:
     known = {id(kept) for _, tensor in _named(model) for kept in (tensor, tensor._base)} | set(map(id, others))
     if any(id(tensor) not in known for tensor in _alive_on_meta()):
         gc.collect()
-    for tensor in _alive_on_meta():
-        if id(tensor) not in known:
-            shape = list(tensor.shape)
-            raise JobError(f"something keeps a tensor of shape {shape} that is no parameter and no buffer")
+        for tensor in _alive_on_meta():
+            if id(tensor) not in known:
+                shape = list(tensor.shape)
+                raise JobError(f"something keeps a tensor of shape {shape} that is no parameter and no buffer")
     return model
 
 
@@ -323,7 +321,7 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             _set_collectives(module, job, current, name.removeprefix("model."))
-            module.register_forward_pre_hook(functools.partial(_note_block, current, number))  # type: ignore[attr-defined]
+            module.register_forward_pre_hook(lambda *_, at=number: current.runs(at))  # type: ignore[attr-defined]
     root.set_reduce_scatter_unused_params(True)  # a worker without a gradient takes part with zeros
     return root, current
 
@@ -353,10 +351,6 @@ def _set_collectives(module: FSDPModule, job: Job, current: FsdpRound, name: str
     module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
     if current.group is not None and current.group.size() == 1:
         module.set_all_reduce_hook(scatter.alone)
-
-
-def _note_block(current: FsdpRound, number: int, *_: Any) -> None:
-    current.runs(number)
 
 
 def _cast_floats(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
