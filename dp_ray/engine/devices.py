@@ -174,17 +174,12 @@ def spread(job: Job, model: nn.Module, own: Sequence[torch.device]) -> nn.Module
         if name in device_of:
             module.to(device_of[name])
             move_inputs(module, device_of[name])
-        elif not any(name.startswith(f"{block}.") for block in device_of) and has_own(module):
-            for tensor in [*module._parameters.values(), *module._buffers.values()]:
-                if tensor is not None:
-                    tensor.data = tensor.data.to(own[0])
+        elif not any(name.startswith(f"{block}.") for block in device_of):
+            if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                continue
+            module._apply(lambda tensor: tensor.to(own[0]), recurse=False)
             move_inputs(module, own[0])
     return model
-
-
-def has_own(module: nn.Module) -> bool:
-    """Return whether a module has parameters or buffers of its own."""
-    return any(tensor is not None for tensor in [*module._parameters.values(), *module._buffers.values()])
 
 
 def move_inputs(module: nn.Module, device: torch.device) -> None:

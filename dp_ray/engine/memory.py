@@ -20,19 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_ray.engine.clock import SilentClock
-from dp_ray.engine.devices import blocks_of, building_on, has_own, input_device, move_inputs
+from dp_ray.engine.devices import input_device
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
-from dp_ray.engine.model import as_module, autocast, call_model, constructed, follow_shards, target_with_devices
+from dp_ray.engine.model import autocast, build_model, call_model
 from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.engine.own_modes import begin_to_train, set_modes
 from dp_ray.engine.placement import shards_over
-from dp_ray.engine.random import preserved, seed_all
+from dp_ray.engine.random import preserved
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import Reduction, Trained
-from dp_ray.engine.sharded.build import recasts, shard_in_place
-from dp_ray.engine.sharded.deferred import CannotDefer, record
+from dp_ray.engine.sharded.build import build_on_meta, recasts, replace_tensors, shard_in_place
 from dp_ray.engine.sharded.reduce import ShardedReduction
 from dp_ray.engine.sharded.state import Sharded, SumScatter
 from dp_ray.engine.step import PredictInputs, build_step, run_step
@@ -43,7 +42,6 @@ from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Loader, Target
 from dp_ray.job.plan import split_of
-from dp_ray.job.targets import build, resolve
 from dp_ray.plan.costs import USABLE, DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
 from dp_ray.plan.split import Split, Work, chunk_sizes, worker_shards
 from dp_ray.system.process import patched
@@ -436,9 +434,9 @@ def _fake(job: Job) -> Iterator[FakeTensorMode]:
     except JobError:
         raise
     except Exception as error:
-        what = job.model.label if isinstance(job.model, Target) else type(job.model).__qualname__
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise JobError(f"model: {what} cannot run without numbers, so its memory is not planned: {reason}") from error
+        says = f"model: {_label(job)} cannot run without numbers, so its memory is not planned: {reason}"
+        raise JobError(says) from error
 
 
 def fake_devices(count: int) -> list[torch.device]:
@@ -451,75 +449,29 @@ def fake_model(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) 
 
     Raises JobError, which names the model and the reason, if its constructor needs numbers of its tensors.
     """
-    if len(devices) > 1 and job.device_map is None:
-        return _placed_by_itself(job, devices, mode)
-    model = _on_meta(job)
-    follow_shards(model)
-    where = {"": devices[0]}
-    if job.device_map is not None:
-        where |= {block.name: devices[block.device] for block in blocks_of(job, model, len(devices))}
-    made: dict[int, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        parts = name.split(".") if name else []
-        above = (".".join(parts[:end]) for end in range(len(parts), -1, -1))  # itself first, the root last
-        device = next(where[name] for name in above if name in where)
-        if job.device_map is not None and (name in where or has_own(module)):
-            move_inputs(module, device)
-        with mode:
-            _replace(module, partial(_empty_on, device), made)
-    return model
 
+    def apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        replace_tensors(module, function, recurse)
+        return module
 
-def _on_meta(job: Job) -> nn.Module:
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=devices[0])
+
     if not isinstance(job.model, Target):
-        return as_module(job.model)
-    resolve("model", job.model)
-    seed_all(job.seed)
+        replace_tensors(job.model, mode.from_tensor)
     try:
-        with building_on([CPU]):
-            made, _ = record(lambda: build("model", target_with_devices(job.model, [CPU])), exact=False)
-            return as_module(made)
-    except CannotDefer as error:
-        raise _cannot_be_built(job.model, error) from None
-
-
-def _empty_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) -> nn.Module:
-    """Build a model that moves its parts to devices while it is built."""
-    assert isinstance(job.model, Target)
-    resolve("model", job.model)
-    try:
-        with mode, patched(nn.Module, _apply=_apply_to_new):
-            return constructed(job, devices)
+        if isinstance(job.model, Target) and len(devices) == 1:
+            model = build_on_meta(job)
+            with mode:
+                replace_tensors(model, faked)
+            return model
+        with mode, patched(nn.Module, _apply=apply):  # `module.to` cannot change fake tensors in place
+            return build_model(job, devices)
     except JobError as error:
-        raise _cannot_be_built(job.model, error) from None
+        reason = str(error).splitlines()[0]
+        says = f"model: {_label(job)} cannot be built without memory, so its memory is not planned: {reason}"
+        raise JobError(says) from None
 
 
-def _apply_to_new(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """Put new tensors in the place of fake ones, which `module.to(...)` cannot change in place."""
-    made: dict[int, torch.Tensor] = {}
-    for inner in module.modules():
-        _replace(inner, function, made)
-    return module
-
-
-def _cannot_be_built(model: Target, error: Exception) -> JobError:
-    reason = str(error).splitlines()[0]
-    return JobError(f"model: {model.label} cannot be built without memory, so its memory is not planned: {reason}")
-
-
-def _replace(module: nn.Module, new: Callable[[torch.Tensor], torch.Tensor], made: dict[int, torch.Tensor]) -> None:
-    """Put what `new` gives in the place of a module's own tensors; `made` holds those that were seen before."""
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
-            if tensor is None:
-                continue
-            if id(tensor) not in made:
-                with torch.no_grad():
-                    fresh = new(tensor)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
-            held[name] = made[id(tensor)]  # type: ignore[assignment]
+def _label(job: Job) -> str:
+    return job.model.label if isinstance(job.model, Target) else type(job.model).__qualname__

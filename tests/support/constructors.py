@@ -1,4 +1,4 @@
-"""What constructors do with drawn numbers, a step each: those that are recorded, those that are not, and mistakes."""
+"""What constructors do with drawn numbers, a step each: those that need no memory, those that do, and mistakes."""
 
 import copy
 import io
@@ -192,21 +192,19 @@ def _trained(x: torch.Tensor, model: nn.Module) -> nn.Module:
     return layer
 
 
-RECORDED: dict[str, Step] = {
+WITHOUT_MEMORY: dict[str, Step] = {
     "one_hot": lambda x, m: F.one_hot(torch.randint(0, 5, (7,)), 5),
     "one_hot of an order": lambda x, m: F.one_hot(torch.randperm(6), 9) * torch.randn(6, 9),
     "weight_norm": lambda x, m: parametrizations.weight_norm(nn.Linear(5, 4)),
     "spectral_norm": lambda x, m: parametrizations.spectral_norm(nn.Linear(5, 4)),
     "parametrized": _symmetric,
     "arange out": _in(lambda out: torch.arange(5, out=out)),
-    "linspace out": _in(lambda out: torch.linspace(0, 1, 5, out=out)),
     "linspace of tensors": lambda x, m: torch.linspace(torch.zeros(()), x[0, 0].detach(), 4),
     "randn out": _in(lambda out: torch.randn(6, out=out), (0,)),
     "randn out of a row": _in(lambda out: torch.randn(4, out=out.zero_()[1]), (3, 4)),
     "eye out": _in(lambda out: torch.eye(3, out=out), (3, 3)),
     "add out": _in(lambda out: torch.add(torch.randn(5), 1, out=out)),
     "a table that changes": _plain_then(lambda table: table.mul_(2)),
-    "a table that numpy changes": _plain_then(lambda table: table.numpy().fill(7)),
     "to cpu": _then(lambda x: x.to("cpu").fill_(3.0)),
     "to the device": _then(lambda x: x.to(torch.empty(1).device).fill_(3.0)),
     "to another's device": _then(lambda x: x.to(torch.arange(2.0)).mul_(3)),
@@ -214,7 +212,6 @@ RECORDED: dict[str, Step] = {
     "to cpu as a copy": _then(lambda x: x.to("cpu", copy=True).mul_(3)),
     "cpu": _then(lambda x: x.cpu().mul_(3)),
     "type_as": _then(lambda x: x.type_as(torch.arange(2.0)).mul_(3)),
-    "as_tensor": _then(lambda x: torch.as_tensor(x, device="cpu").mul_(3)),
     "to double": lambda x, m: x.to("cpu", torch.float64),
     "new_tensor": lambda x, m: x.new_tensor([1.0, 2.0, 3.0]),
     "new ones": lambda x, m: x.new_ones(3) + x.new_full((3,), 4.0) + x.new_zeros(3),
@@ -260,7 +257,6 @@ RECORDED: dict[str, Step] = {
     "triu": lambda x, m: x.triu() + torch.tril(torch.ones(6, 5)),
     "sort": lambda x, m: torch.sort(x.t(), 0)[0] + x.t().cumsum(0),
     "products": lambda x, m: (x.t() @ x, torch.einsum("ij,kj->ki", x, x), torch.kron(torch.eye(2), x[:2, :2])),
-    "factors": lambda x, m: (*torch.linalg.qr(x), *torch.linalg.svd(x, full_matrices=False)),
     "inverse": lambda x, m: torch.linalg.inv(x.t() @ x + torch.eye(5)),
     "strided": lambda x, m: (x.t().exp(), F.softmax(x.t(), 0), torch.randn_like(x.t()), x.t().clone(), x[:, ::2] * 1),
     "pieces": _then(lambda x: x.chunk(2)[1].mul_(2)),
@@ -273,7 +269,6 @@ RECORDED: dict[str, Step] = {
     "a drawn scalar": lambda x, m: torch.ones(3) * x[0, 0] + torch.arange(3.0) ** x[1, 1].abs(),
     "fractional pooling": lambda x, m: F.fractional_max_pool2d(x[None, None], 2, output_size=2),
     "vmap": lambda x, m: torch.vmap(lambda row: row * 2)(x),
-    "other randomness": lambda x, m: x * random.random() + torch.from_numpy(np.random.rand(5)),
     "inference_mode": lambda x, m: torch.inference_mode()(lambda: torch.randn(3).mul_(2))().clone(),
     "quantile": lambda x, m: (x.detach().median(0)[0], F.normalize(x, dim=0), x.detach().renorm(2, 0, 1.0)),
     "a buffer that is a view": lambda x, m: m.register_buffer("view", torch.tril(torch.ones(4, 4)).view(1, 1, 4, 4)),
@@ -281,25 +276,17 @@ RECORDED: dict[str, Step] = {
     "bfloat16": lambda x, m: x.bfloat16() + torch.arange(5, dtype=torch.int64),
     "meshes": lambda x, m: (torch.cartesian_prod(x[0], x[1]), torch.vander(x[0])),
     "an attribute of a parameter": lambda x, m: setattr(m.body[0].weight, "no_decay", True),
-}
-WHOLE: dict[str, Step] = {
-    "one_hot of so many classes": lambda x, m: F.one_hot(torch.randint(0, 5, (7,))),
-    "orthogonal": lambda x, m: parametrizations.orthogonal(nn.Linear(5, 4)),
-    "orthogonal by cayley": lambda x, m: parametrizations.orthogonal(nn.Linear(5, 5), orthogonal_map="cayley"),
-    "item": lambda x, m: x * x.sum().item(),
     "item, caught": _else(lambda x: x.sum().item()),
     "numpy, caught": _else(lambda x: x.detach().numpy().sum()),
     "tolist, caught": _else(lambda x: x.tolist()[0][0]),
     "nonzero, caught": _else(lambda x: len((x > 0).nonzero())),
     "a generator, caught": _else(lambda x: torch.randn(1, generator=torch.Generator().manual_seed(2))),
     "a real error, caught": _else(lambda x: x @ torch.randn(3)),
-    "equal": lambda x, m: x * (2 if torch.equal(x, x) else 5),
     "address": lambda x, m: x * (2 if x.data_ptr() == torch.randn(3).data_ptr() else 5),
     "storage": lambda x, m: x * (2 if x.untyped_storage().data_ptr() == 0 else 5),
     "text": lambda x, m: x * len(repr(x)),
     "format": lambda x, m: x * len(f"{x}"),
     "type": lambda x, m: x * len(x.type()),
-    "type of a text": _then(lambda x: x.type("torch.FloatTensor").mul_(3)),
     "new": lambda x, m: x.new([1.0, 2.0]),
     "apply_": _then(lambda x: x.detach().apply_(lambda number: number * 2)),
     "numbers into a table": _plain_then(lambda table: table.copy_(torch.randn(5))),
@@ -310,19 +297,32 @@ WHOLE: dict[str, Step] = {
     ),
     "a seed": _seeded,
     "a fork of the state": _in_state,
-    "the state": lambda x, m: torch.get_rng_state()[:8],
     "a generator": lambda x, m: torch.randn(3, generator=torch.Generator().manual_seed(2)),
     "conj": lambda x, m: torch.complex(x, x).conj() * 2,
     "a conjugate buffer": lambda x, m: m.register_buffer("conj", torch.randn(3, dtype=torch.cfloat).conj()),
+    "as_tensor": _then(lambda x: torch.as_tensor(x, device="cpu").mul_(3)),
+    "to_empty": lambda x, m: nn.init.normal_(nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight),
+}
+WHOLE: dict[str, Step] = {
+    "one_hot of so many classes": lambda x, m: F.one_hot(torch.randint(0, 5, (7,))),
+    "orthogonal": lambda x, m: parametrizations.orthogonal(nn.Linear(5, 4)),
+    "orthogonal by cayley": lambda x, m: parametrizations.orthogonal(nn.Linear(5, 5), orthogonal_map="cayley"),
+    "item": lambda x, m: x * x.sum().item(),
+    "equal": lambda x, m: x * (2 if torch.equal(x, x) else 5),
+    "type of a text": _then(lambda x: x.type("torch.FloatTensor").mul_(3)),
     "autocast": _autocast,
     "bool index": lambda x, m: x[x > 0],
     "masked_select": lambda x, m: x.masked_select(x > 0),
-    "pickled": _pickled,
     "pruned": _pruned,
     "trained": _trained,
-    "to_empty": lambda x, m: nn.init.normal_(nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight),
     "a list of tensors": _kept(lambda x: [torch.randn(3)]),
     "a function with a tensor": _kept(lambda x: lambda: x),
+    "linspace out": _in(lambda out: torch.linspace(0, 1, 5, out=out)),
+    "a table that numpy changes": _plain_then(lambda table: table.numpy().fill(7)),
+    "factors": lambda x, m: (*torch.linalg.qr(x), *torch.linalg.svd(x, full_matrices=False)),
+    "other randomness": lambda x, m: x * random.random() + torch.from_numpy(np.random.rand(5)),
+    "the state": lambda x, m: torch.get_rng_state()[:8],
+    "pickled": _pickled,
 }
 # Each with the error that names it.
 REFUSED: dict[str, tuple[Step, str]] = {
@@ -349,4 +349,4 @@ REFUSED: dict[str, tuple[Step, str]] = {
     ),
     "no shape": (lambda x, m: nn.LazyLinear(3), r"LazyLinear1\.weight has no shape yet"),
 }
-STEPS: dict[str, Step] = {**RECORDED, **WHOLE, **{name: step for name, (step, _) in REFUSED.items()}}
+STEPS: dict[str, Step] = {**WITHOUT_MEMORY, **WHOLE, **{name: step for name, (step, _) in REFUSED.items()}}

@@ -1,62 +1,69 @@
-"""Build a model of which each worker holds a part: torch's `fully_shard` (FSDP2), shard by shard.
+"""Build a model of which each worker holds a part: torch's `fully_shard` (FSDP2).
 
 Begin at `build_sharded`. A model that would train otherwise once shards replace its parameters is refused, by name.
 """
 
 import functools
 import gc
+import hashlib
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 
-from dp_ray.engine.model import as_module, build_model, follow_shards
-from dp_ray.engine.random import seed_all
+from dp_ray.engine.model import build_model
 from dp_ray.engine.recompute import choose_blocks, recompute_blocks
 from dp_ray.engine.reduce import make_gradients_dense
-from dp_ray.engine.sharded.deferred import CannotDefer, Recording, Ref, perform, record
 from dp_ray.engine.sharded.state import FsdpRound, Gather, Sharded, SumScatter, TreeScatter
 from dp_ray.engine.weights import check_has_shape
-from dp_ray.engine.world import CPU, World, everyone, is_gpu, new_group
+from dp_ray.engine.world import CPU, World, everyone, gathered, is_gpu, new_group
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
-from dp_ray.job.targets import build, resolve
 from dp_ray.system.process import patched
-from dp_ray.tensors.files import local, rows_of_rank
+from dp_ray.system.threads import waiting
+from dp_ray.tensors.files import is_sharded, local, rows_of_rank
+from dp_ray.tensors.flat import as_bytes, from_bytes
 from dp_ray.text import listed
 
 DDP = "take strategy: ddp, or change the model"
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MetaTensors = Iterator[tuple[int, torch.Tensor]]  # of tensors on the meta device, by their ids there
-Places = dict[int, list[tuple[dict[str, Any], str]]]
+META = torch.device("meta")
+MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
+RATES = (torch.linspace, torch.logspace)  # their numbers are read by constructors, layer by layer
 
 
 def build_sharded(job: Job, world: World, say: Callable[[str], None]) -> Sharded:
-    """Build the job's model with the initial weights of `build_model`, holding this worker's shards alone.
+    """Build the job's model with the initial weights of `build_model`, of which this worker keeps its shards.
 
-    Every rank calls this. `say` gets lines for the user. Raises what `build_model` raises, and JobError for a model
-    that cannot be sharded.
+    Rank 0 alone builds it whole, on its host. The others build it without memory, and take their rows of one tensor
+    after another. Every rank calls this. `say` gets lines for the user. Raises what `build_model` raises, and
+    JobError for a model that cannot be sharded.
     """
-    model, values, replaced = _on_meta(job, say)
-    places = _places(model)
+    model, is_sent = _built(job, world, say)
+    check_shardable(model)
+    replaced = Replaced(model)
     # Attributes that the model's code set on its parameters: an optimizer may read them.
     attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    values = {name: tensor.detach() for name, tensor in _named(model)}
+    replace_tensors(model, lambda tensor: tensor.detach().to(META) if isinstance(tensor, nn.Parameter) else tensor)
     root, current, replicated = shard_in_place(job, world, model)
     if replicated:
         sizes = [f"{name} ({parameter.nbytes} bytes)" for name, parameter in replicated.items()]
         say(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
     names = list(replicated)
     del replicated  # else `replaced.check` would find that this name keeps an old tensor
-    tensors = _materialise(places, world.device, job.fsdp.offload)
+    replace_tensors(model, functools.partial(_with_memory, world.device, CPU if job.fsdp.offload else world.device))
     for module in model.modules():
         if type(module).__setattr__ is not nn.Module.__setattr__:  # it notes its parameters, as an LSTM does
             for name, parameter in list(module._parameters.items()):
@@ -64,9 +71,9 @@ def build_sharded(job: Job, world: World, say: Callable[[str], None]) -> Sharded
     replaced.check(model)
     for name, parameter in model.named_parameters():
         vars(parameter).update(attributes[name])
-    for number, whole in values:
-        _copy_rows(tensors[number], whole, world)
-        del whole  # before the next one is made: so one whole tensor is in memory at a time
+    for name, tensor in _named(model):
+        whole = values.pop(name)  # freed before the next one is received
+        _copy_rows(tensor, _from_rank_0(whole, world, current) if is_sent else whole, world)
     kept_whole = {name: model.get_parameter(name) for name in names}
     return Sharded(model, root, kept_whole, current, world, recasts(job))
 
@@ -115,41 +122,103 @@ class Replaced:
         return {name: tensor for name, tensor in alive.items() if id(tensor) not in now}
 
 
-def _on_meta(job: Job, say: Callable[[str], None]) -> tuple[nn.Module, MetaTensors, Replaced]:
-    """Build the model on the meta device; return it, the values of its tensors, and its tensors before."""
+def _built(job: Job, world: World, say: Callable[[str], None]) -> tuple[nn.Module, bool]:
+    """Build the model; return whether rank 0 alone has its values, and has to send them. Every rank calls this.
+
+    If a worker cannot build it without memory, or builds another one so, all build it whole.
+    """
+    is_whole = world.rank == 0 or not isinstance(job.model, Target)
+    model: nn.Module | None = None
+    failed: JobError | None = None
+    try:
+        model = build_model(job, [CPU]) if is_whole else build_on_meta(job)
+    except JobError as error:
+        failed = error
+    described = None if model is None else _description(model)
+    seen = gathered((described, str(failed or ""), torch.get_rng_state()))
+    if failed is not None and is_whole:
+        raise failed
+    expected, _, state = seen[0]
     if isinstance(job.model, Target):
-        resolve("model", job.model)
-        seed_all(job.seed)
-        try:
-            made, recording = record(lambda: build("model", job.model))
-            model = as_module(made)
-            follow_shards(model)
-            _check_no_others(model, recording)
-            replaced = _checked(model)
-            refs: dict[int, list[tuple[int, Ref]]] = defaultdict(list)  # now: its tensors are about to be replaced
-            for _, tensor in _named(model):
-                if tensor.is_meta:
-                    ref = recording.ref(tensor)
-                    refs[ref.memory].append((id(tensor), ref))
-            return model, _replayed(recording, refs), replaced
-        except CannotDefer as error:
-            reason = str(error).splitlines()[0]
+        differ = "its tensors have other sizes, strides or types on torch's meta device"
+        reasons = [why or differ for theirs, why, _ in seen if why or theirs != expected]
     else:
-        reason = "it is an object that is made already"
-    model = build_model(job, [CPU])
-    replaced = _checked(model)
-    size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+        reasons = ["it is an object that is made already"]
+    if model is not None and not reasons:
+        torch.set_rng_state(state)  # as if all had drawn the values
+        return model, world.world_size > 1
+    model = model if model is not None and is_whole else build_model(job, [CPU])
+    size = sum(tensor.nbytes for _, tensor in _named(model))
     what = job.model.label if isinstance(job.model, Target) else type(model).__qualname__
-    say(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reason}")
-    return model, _emptied(model), replaced
+    say(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reasons[0]}")
+    return model, False
 
 
-def _checked(model: nn.Module) -> Replaced:
-    """Return the model's tensors, after a check that all can be replaced."""
-    for name, parameter in model.named_parameters():
-        check_has_shape(name, parameter)
-    check_shardable(model)
-    return Replaced(model)
+def build_on_meta(job: Job) -> nn.Module:
+    """Build the job's model, a target, on torch's meta device: its tensors have no memory, and no values.
+
+    Raises JobError, with the reason alone, if its constructor needs values of its tensors, or if something else than
+    a parameter or buffer keeps one.
+    """
+    others = _alive_on_meta()
+    try:
+        with META, OnMeta():
+            model = build_model(job, [CPU])
+    except JobError as error:
+        cause = error.__cause__ or error
+        raise JobError(f"{type(cause).__name__}: {cause}".splitlines()[0]) from error
+    known = {id(kept) for _, tensor in _named(model) for kept in (tensor, tensor._base)} | set(map(id, others))
+    if any(id(tensor) not in known for tensor in _alive_on_meta()):
+        gc.collect()
+        for tensor in _alive_on_meta():
+            if id(tensor) not in known:
+                shape = list(tensor.shape)
+                raise JobError(f"something keeps a tensor of shape {shape} that is no parameter and no buffer")
+    return model
+
+
+class OnMeta(TorchFunctionMode):
+    """A mode in which constructors make and leave all tensors on the meta device, and are told that it is the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keys = dict(kwargs or {})
+        if function in RATES:
+            return function(*args, **{"device": CPU, **keys})
+        if keys.get("device") is not None:
+            keys["device"] = META
+        if function not in MOVES or not args[0].is_meta:
+            answer = function(*args, **keys)
+            return CPU if isinstance(answer, torch.device) and answer == META else answer
+        tensor, *others = args if function is torch.Tensor.to else args[:1]
+        if others and (others[0] is None or isinstance(others[0], str | torch.device)):
+            others = others[1:]
+        like = [other.dtype if isinstance(other, torch.Tensor) else other for other in others]
+        return torch.Tensor.to(tensor, META, *like, **{key: keys[key] for key in keys if key != "device"})
+
+
+def _alive_on_meta() -> list[torch.Tensor]:
+    """Return the tensors on the meta device that anything in this process keeps."""
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.is_meta]
+
+
+def _description(model: nn.Module) -> str:
+    """Return a digest of what must be alike on all workers: names, ties, sizes, layouts and types of all tensors.
+
+    Raises ModelError for a tensor that has no shape yet.
+    """
+    numbers: dict[int, int] = {}
+    digest = hashlib.sha256()
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            check_has_shape(name, tensor)
+            number = numbers.setdefault(id(tensor), len(numbers))
+            strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+            described = (name, number, tuple(tensor.shape), strides, tensor.dtype, tensor.requires_grad)
+            digest.update(str(described).encode())
+    return digest.hexdigest()
 
 
 def check_shardable(model: nn.Module) -> None:
@@ -174,87 +243,38 @@ def check_shardable(model: nn.Module) -> None:
 
 
 def _sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of two tensors that have elements in common."""
-    beside: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    """Yield the names of two tensors of which each begins before the other ends, in the same memory."""
+    beside: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
     for name, tensor in _named(model):
-        if tensor.layout is torch.strided and tensor.numel() and not torch.nn.parameter.is_lazy(tensor):
-            beside[tensor.untyped_storage()._cdata].append((name, tensor))
+        if tensor.layout is torch.strided and tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            end = begin + (last + 1) * tensor.itemsize
+            beside[tensor.untyped_storage()._cdata].append((name, begin, end))
     for group in beside.values():
-        for (name, first), (other, second) in itertools.combinations(group, 2):
-            if _overlap([first, second]):
+        for (name, begin, end), (other, start, stop) in itertools.combinations(group, 2):
+            if begin < stop and start < end:
                 yield name, other
-
-
-def _overlap(pair: Sequence[torch.Tensor]) -> bool:
-    spans = []
-    for tensor in pair:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-        begin = int(tensor.storage_offset())
-        spans.append((begin * tensor.itemsize, (begin + last + 1) * tensor.itemsize))
-    (begin, end), (start, stop) = spans
-    if end <= start or stop <= begin:
-        return False
-    if pair[0].itemsize != pair[1].itemsize:
-        return True
-    used = torch.zeros(max(end, stop) // pair[0].itemsize, dtype=torch.bool)  # they may be columns of a matrix
-    first, second = (used.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()) for tensor in pair)
-    first.copy_(torch.tensor(True).expand(first.shape))
-    return bool(second.any())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
-def _check_no_others(model: nn.Module, recording: Recording) -> None:
-    """Raise CannotDefer if anything keeps a recorded tensor that is neither parameter nor buffer."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                raise CannotDefer(f"{name}.{key} is a tensor that is neither a parameter nor a buffer")
-    mine = {id(memory) for _, tensor in _named(model) for memory in (tensor, tensor._base)}
-    if any(id(tensor) not in mine for tensor in recording.alive()):
-        gc.collect()
-    for tensor in recording.alive():
-        if id(tensor) not in mine:
-            raise CannotDefer(
-                f"something keeps a tensor of shape {list(tensor.shape)} that is no parameter and no buffer"
-            )
-
-
-def _replayed(recording: Recording, refs: dict[int, list[tuple[int, Ref]]]) -> MetaTensors:
-    """Yield the tensors of a recorded model, each when it is made; `refs` are those of each memory."""
-    for memory, storage in perform(recording, list(refs)):
-        for number, ref in refs[memory]:
-            yield number, ref.of(storage)
-        del storage
-
-
-def _emptied(model: nn.Module) -> MetaTensors:
-    """Move a model's parameters to the meta device; return their values, each of which is freed once it is read."""
-    values: list[tuple[int, torch.Tensor]] = []
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                vars(made[id(parameter)]).update(vars(parameter))
-                values.append((id(made[id(parameter)]), parameter.detach()))
-            module._parameters[name] = made[id(parameter)]
-    return (values.pop() for _ in range(len(values)))
-
-
-def _places(model: nn.Module) -> Places:
-    """Return where each parameter and buffer stands, by the id of the tensor."""
-    places: Places = {}
-    for module in model.modules():
+def replace_tensors(model: nn.Module, new: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> None:
+    """Put what `new` gives in the place of each parameter and buffer of a model; tied ones stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules() if recurse else [model]:
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((held, name))
-    return places
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    with torch.no_grad():
+                        fresh = new(tensor)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+                held[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
 def _kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -301,7 +321,7 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             _set_collectives(module, job, current, name.removeprefix("model."))
-            module.register_forward_pre_hook(functools.partial(_note_block, current, number))  # type: ignore[attr-defined]
+            module.register_forward_pre_hook(lambda *_, at=number: current.runs(at))  # type: ignore[attr-defined]
     root.set_reduce_scatter_unused_params(True)  # a worker without a gradient takes part with zeros
     return root, current
 
@@ -333,10 +353,6 @@ def _set_collectives(module: FSDPModule, job: Job, current: FsdpRound, name: str
         module.set_all_reduce_hook(scatter.alone)
 
 
-def _note_block(current: FsdpRound, number: int, *_: Any) -> None:
-    current.runs(number)
-
-
 def _cast_floats(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return torch.utils._pytree.tree_map(
         lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value,
@@ -344,18 +360,22 @@ def _cast_floats(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> An
     )
 
 
-def _materialise(places: Places, device: torch.device, is_offloaded: bool) -> dict[int, torch.Tensor]:
-    """Give each tensor of the model memory, a shard of a sharded one; by the id of the tensor on the meta device."""
-    made: dict[int, torch.Tensor] = {}
-    for number, where in places.items():
-        held, name = where[0]
-        tensor = held[name]
-        at = CPU if is_offloaded and hasattr(tensor, "to_local") else device
-        fresh = torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at)
-        made[number] = nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
-        for held, name in where:
-            held[name] = made[number]
-    return made
+def _with_memory(device: torch.device, of_shards: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like one on the meta device, in memory of its device; a buffer with values, on its device."""
+    at = of_shards if is_sharded(tensor) else device
+    return torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at)
+
+
+def _from_rank_0(tensor: torch.Tensor, world: World, current: FsdpRound) -> torch.Tensor:
+    """Return rank 0's tensor, on the CPU, on every rank; the others give one of its form. Every rank calls this."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        sent: torch.Tensor = gathered(tensor if world.rank == 0 else None)[0]
+        return sent
+    whole = torch.empty_like(tensor, device=CPU) if world.rank else tensor
+    raw = as_bytes(whole)  # gloo does not support every dtype
+    with waiting("rank 0's model"):
+        dist.broadcast(raw, src=0, group=current.group)
+    return from_bytes(raw, whole)
 
 
 @torch.no_grad()
