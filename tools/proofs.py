@@ -154,8 +154,8 @@ def ways(number: int, is_all: bool) -> list[list[list[Any]]]:
 
     There are never more workers than shards. Those of one process are no run that a driver goes on with.
     """
-    alone = [[[workers, None]] for workers in (0, 1, 2, 3)]
-    resumed = [[[2, 3], [3, None]], [[3, 2], [1, 3], [2, None]], [[1, 1], [3, None]]]
+    alone: list[list[list[Any]]] = [[[workers, None]] for workers in (0, 1, 2, 3)]
+    resumed: list[list[list[Any]]] = [[[2, 3], [3, None]], [[3, 2], [1, 3], [2, None]], [[1, 1], [3, None]]]
     return [*alone, *resumed] if is_all else [alone[number % 4], resumed[number % 3]]
 
 
@@ -196,7 +196,7 @@ def of_suites(is_all: bool) -> Iterator[Case]:
             for runs in more:
                 yield {"name": f"{kind} {number} {on(runs)}", "kind": kind, "case": case, "runs": runs}
             if "strategies" in case and kind != "fsdp":  # as its suite runs it, which may shard
-                runs = list(zip(case["workers"], (case["stops"], None), case["strategies"], strict=True))
+                runs = [list(each) for each in zip(case["workers"], (case["stops"], None), case["strategies"], strict=True)]
                 yield {"name": f"{kind} {number} as drawn", "kind": kind, "case": case, "runs": runs}
 
 
@@ -422,8 +422,11 @@ def of_program(root: Path, case: Case, folder: Path) -> Case:
         if num:
             stack.enter_context(patch.object(parallel, "own_workers", lambda *_, **__: Gloo()))
         stack.enter_context(dp_ray.DataParallel(nn.Identity(), num, quiet=True))
-        stack.callback(lambda: [one.close() for one in list(SharedWorkers.by_owner.values())])
-        suite.run(program, suite.Program(suite.Served(num, folder / "orders"), *given))
+        try:
+            suite.run(program, suite.Program(suite.Served(num, folder / "orders"), *given))
+        finally:
+            for one in list(SharedWorkers.by_owner.values()):
+                one.close()
     return {"program": {f"comparison {number}": one for number, one in enumerate(seen)}}
 
 
