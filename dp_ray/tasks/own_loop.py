@@ -497,7 +497,7 @@ def _is_filled(part: Any) -> bool:
 def _place_of(part: Any) -> int:
     """Return what tells a part that is filled in place from others: of a tensor its memory, which views share."""
     is_strided = isinstance(part, torch.Tensor) and part.layout is torch.strided
-    return part.untyped_storage()._cdata if is_strided else id(part)  # type: ignore[no-any-return]
+    return part.untyped_storage()._cdata if is_strided else id(part)
 
 
 def _kept(

@@ -35,7 +35,8 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.head(self.changed(self.body(rows)))
+        made: torch.Tensor = self.head(self.changed(self.body(rows)))
+        return made
 
     def changed(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -58,7 +59,8 @@ class Cell(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         hidden, state = self.cell(rows, self.hidden)
         self.hidden = hidden.detach(), state.detach()
-        return hidden
+        made: torch.Tensor = hidden
+        return made
 
 
 class Recurrent(Net):
@@ -70,7 +72,8 @@ class Recurrent(Net):
 
     def changed(self, hidden: torch.Tensor) -> torch.Tensor:
         self.last_attention = hidden.softmax(1)
-        return self.cells(hidden)
+        made: torch.Tensor = self.cells(hidden)
+        return made
 
 
 class Resetting(Recurrent):
@@ -78,7 +81,7 @@ class Resetting(Recurrent):
 
     def changed(self, hidden: torch.Tensor) -> torch.Tensor:
         for cell in self.cells:
-            cell.hidden = None
+            cell.hidden = None  # type: ignore[assignment]
         return super().changed(super().changed(hidden))
 
 
@@ -100,7 +103,8 @@ class Harmless(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.mask, self.rows, self.mode = 0, None, list[int](), "new"
+        self.calls, self.rows, self.mode = 0, list[int](), "new"
+        self.mask: torch.Tensor | None = None
         self.head = nn.utils.spectral_norm(self.head)
 
     def changed(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -201,7 +205,7 @@ def plain_weights() -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
             pairs = zip(data.inputs[rows].chunk(SHARDS), data.targets[rows].chunk(SHARDS), strict=True)
             losses = [nn.functional.cross_entropy(net(inputs), target, reduction="sum") for inputs, target in pairs]
-            (torch.stack(losses).sum() / BATCH).backward()
+            (torch.stack(losses).sum() / BATCH).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     return {name: tensor.detach() for name, tensor in net.named_parameters()}
 

@@ -92,7 +92,7 @@ def test_without_memory_nothing_has_values() -> None:
 def test_a_model_that_shards_would_change_is_refused_by_name(step: str, is_whole: bool) -> None:
     job = job_that_takes([("item", 0)] * is_whole + [(step, 0)])
     with alone(needs_group=True), pytest.raises((JobError, ModelError), match=REFUSED[step][1]):
-        build_sharded(job, World(), [].append)
+        build_sharded(job, World(), list[str]().append)
 
 
 def steps_of(names: Sequence[str], most: int) -> st.SearchStrategy[list[tuple[str, int]]]:

@@ -194,7 +194,7 @@ class OnMeta(TorchFunctionMode):
         tensor, *others = args if function is torch.Tensor.to else args[:1]
         if others and (others[0] is None or isinstance(others[0], str | torch.device)):
             others = others[1:]
-        like = [other.dtype if isinstance(other, torch.Tensor) else other for other in others]
+        like: list[Any] = [other.dtype if isinstance(other, torch.Tensor) else other for other in others]
         return torch.Tensor.to(tensor, META, *like, **{key: keys[key] for key in keys if key != "device"})
 
 
