@@ -196,7 +196,10 @@ def of_suites(is_all: bool) -> Iterator[Case]:
             for runs in more:
                 yield {"name": f"{kind} {number} {on(runs)}", "kind": kind, "case": case, "runs": runs}
             if "strategies" in case and kind != "fsdp":  # as its suite runs it, which may shard
-                runs = [list(each) for each in zip(case["workers"], (case["stops"], None), case["strategies"], strict=True)]
+                runs = [
+                    list(each)
+                    for each in zip(case["workers"], (case["stops"], None), case["strategies"], strict=True)
+                ]
                 yield {"name": f"{kind} {number} as drawn", "kind": kind, "case": case, "runs": runs}
 
 

@@ -201,10 +201,10 @@ def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], 
 
 def _is_held(run: Storage, lease: Lease) -> bool:
     """Return whether the driver still holds its lease; raises Error if it has ended without giving it back."""
-    now = LEASE_JSON.read(run)
-    if now is None or now.token != lease.token:
+    heard, now = run.modified(LEASE), LEASE_JSON.read(run)
+    if heard is None or now is None or now.token != lease.token:
         return False
-    if not _is_heard(run, now):
+    if not is_alive(now, heard):
         raise Error(f"{lease.driver} has ended without a word, {_state(run)}")
     return True
 

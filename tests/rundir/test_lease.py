@@ -175,3 +175,20 @@ def test_a_driver_that_is_late_writes_nothing_over_anothers(tmp_path: Path) -> N
     assert not {path.name for path in (tmp_path / "run").iterdir()} & {"result.json"}
     assert list((tmp_path / "run" / "outputs").iterdir()) == []
     assert list((tmp_path / "run" / "parts").iterdir()) == []
+
+
+def test_a_lease_that_is_given_back_while_it_is_looked_at_is_no_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Storage(str(tmp_path / "run"))
+    run.create()
+    lease.LEASE_JSON.write(run, lease.Lease(this_process(), "a"))
+    look, times = Storage.modified, iter([False, True])
+
+    def modified(storage: Storage, path: str) -> Any:
+        if path == LEASE and next(times):
+            storage.delete(path)
+        return look(storage, path)
+
+    monkeypatch.setattr(Storage, "modified", modified)
+    assert lease.stop_run(run.location, True, print).startswith("there is no run")
