@@ -184,11 +184,6 @@ class Writable:
         self._followed: dict[str, nn.Parameter] = {}  # they are copied
         self._follow(self._static)
 
-    @property
-    def can_undo(self) -> bool:
-        """Whether what a further forward writes would be undone."""
-        return True
-
     def _always_followed(self) -> Iterator[str]:
         """Yield the parameters that are always copied: of an embedding with `max_norm`, and small frozen ones."""
         for name, module in modules_of(self._roots):

@@ -123,11 +123,6 @@ class ForwardState(Writable):
         self._views: Values = {}  # the values in it, by their names
         self._work: Any = None
 
-    @property
-    def can_undo(self) -> bool:
-        """Whether what a further forward writes would be undone: not all later steps have the values of before."""
-        return self._is_early
-
     def begin(self, num_shards: int) -> None:
         """Begin a step in which this worker runs `num_shards` shards."""
         self._kept = None

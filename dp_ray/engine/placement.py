@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.engine.carried import Carried
 from dp_ray.engine.devices import input_device
 from dp_ray.engine.forward_state import BlockTensors
 from dp_ray.engine.model import BatchNormOfShard, build_model, compiled
@@ -70,20 +69,14 @@ class Placement:
 
     def forwards(self) -> Forwards:
         """Return the forwards of an evaluation, a prediction or a training's passes."""
-        # A single shard sees all batches, in order, as in plain torch.
-        is_asked = self.world.rank == 0 and self.job.num_shards > 1 and not self._cannot_run_alone
-        return Forwards(Carried(self.say) if is_asked else None)
+        return Forwards()
 
     def row_trial(self) -> RowTrial:
         """Return the trial that finds the outputs with rows; none runs if a worker cannot run a shard by itself."""
-        return RowTrial(self.job, self.world.device, self._cannot_run_alone, self.say)
-
-    @property
-    def _cannot_run_alone(self) -> str:
-        """Why no worker can run a shard by itself; empty if it can."""
+        cannot = "with strategy: fsdp no worker can run a shard by itself" if self.is_sharded else ""
         if self.job.sync_batchnorm and self.world.world_size > 1:
-            return "with sync_batchnorm no worker can run a shard by itself"
-        return "with strategy: fsdp no worker can run a shard by itself" if self.is_sharded else ""
+            cannot = "with sync_batchnorm no worker can run a shard by itself"
+        return RowTrial(self.job, self.world.device, cannot, self.say)
 
     def sums(self, parameters: list[nn.Parameter]) -> ShardSums | None:
         """Return the sums of a worker's shards by the fixed tree, if the job is bitwise."""

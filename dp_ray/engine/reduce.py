@@ -117,10 +117,6 @@ class ShardLoss(nn.Module):
             raise ModelError("the loss does not depend on any parameter that is trained")
         return loss.sum
 
-    def alone(self, *args: Any) -> Any:
-        """Return the loss and the outputs of a shard that no backward follows: DDP would wait for one."""
-        return self(*args), self.result.step_output.outputs
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -237,7 +233,6 @@ class DdpReduction(Reduction):
         self._stats = StatsBucket(num_stats if self._sends_stats_along else 0, len(self._reduced), world.device)
         self._ddp = wrapped(trained, self._stats)
         self.called = self._ddp
-        vars(self._ddp)["alone"] = trained.loss.alone
         self._reducer = (
             Reducer(trained.clock, self._waits_later)
             if trained.sums is None

@@ -8,15 +8,12 @@ run before it on this worker: so no result depends on who runs it. An error name
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from dp_ray.engine.buffers import Roots
 from dp_ray.engine.call_state import CallState
-from dp_ray.engine.carried import Carried
 from dp_ray.engine.clock import SilentClock, StepClock
 from dp_ray.engine.out_of_memory import ShardSize, raise_advised
 from dp_ray.engine.random import ForwardSeeds
@@ -51,16 +48,9 @@ class Round(NamedTuple):
 
 
 class Forwards:
-    """The forwards of workers that hold the whole model: no worker waits for another.
-
-    `carried` asks what the first of them leaves in attributes; None where nobody asks.
-    """
+    """The forwards of workers that hold the whole model: no worker waits for another."""
 
     are_collective = False  # whether all workers run each forward together
-    carried: Carried | None = None
-
-    def __init__(self, carried: Carried | None = None) -> None:
-        self.carried = carried
 
     def begin(self, loaded: "LoadedStep") -> "LoadedStep":
         """Return the step to go on with; all ranks call this before a step."""
@@ -105,7 +95,6 @@ class Replica:
     def __post_init__(self) -> None:
         self._seeds = ForwardSeeds(self.seed, self.model, self.device, self.after)
         self._ran: Shard | None = None  # the last shard, until its writes are undone
-        self._begun = (1, False)  # the step
         self.running_batch: tuple[Any, int] | None = None
 
     def dummies(self, step: int, ran: int) -> list[DummyBatch]:
@@ -141,48 +130,25 @@ class Replica:
         if shard is None:
             return forward(*args)
         # Only now: the backward of the forward before may have needed what that wrote.
-        carried = self.forwards.carried
-        if carried is not None and not (carried.is_open and self.state.can_undo):
-            carried = None
         if self._ran is not None:
             self.restore()
-        elif carried is not None:
-            carried.before(self._roots, partial(self._again, (shard, number, seed), forward, args))
         self._ran = shard
         self._seeds.begin(shard, number, seed)
         try:
             with self.state.forward():
                 returned = forward(*args)
-            if carried is not None:
-                carried.after(self._roots)
             if keeps and shard.shard == 0:
                 self.state.keep()
             return returned
         except (Exception, SystemExit) as error:
             raise_located(error, self.of + location(shard))
 
-    @property
-    def _roots(self) -> Roots:
-        return {"": self.model, **self.state.beside}
-
-    def _again(self, seeds: tuple[Shard, int, int | None], forward: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run the step's first shard beside: on copies of what its forward gets; undo what that writes."""
-        self._seeds.begin(*seeds)
-        try:
-            with self.state.forward():
-                own = [arg if isinstance(arg, nn.Module) else copied(arg) for arg in args]
-                return getattr(forward, "alone", forward)(*own)
-        finally:
-            self.state.restore()
-            if not isinstance(self.state, CallState):  # which counts its calls
-                self.begin(*self._begun)
-
     def begin(self, num_runs: int, lacks_shard_0: bool = False) -> None:
         """Begin a step of a training, or a part of one, in which so many shards run.
 
         If this worker has shard 0, and it lacks rows, the step leaves the state as it is.
         """
-        self._ran, self._begun = None, (num_runs, lacks_shard_0)
+        self._ran = None
         self.state.begin(num_runs)
         if lacks_shard_0:
             self.state.keep()

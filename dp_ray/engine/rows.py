@@ -185,7 +185,7 @@ def _compared(outputs: Any, less: Any) -> dict[str, Less]:
     (leaves, spec), (others, other_spec) = flatten(outputs), flatten(less)
     here, there = dict(zip(spec.paths, leaves, strict=True)), dict(zip(other_spec.paths, others, strict=True))
     found = {
-        path: Less(_size_of(part), _size_of(there[path]), is_same_leaf(part, there[path]))
+        path: Less(_size_of(part), _size_of(there[path]), _is_same(part, there[path]))
         for path, part in here.items()
         if path in there
     }
@@ -200,8 +200,7 @@ def _size_of(leaf: Any) -> Size:
     return (len(leaf.shapes),) if isinstance(leaf, Ragged) else tuple(leaf.shape)
 
 
-def is_same_leaf(here: Any, there: Any) -> bool:
-    """Return whether two tensors, or two arrays, are the same to the bit."""
+def _is_same(here: Any, there: Any) -> bool:
     if isinstance(here, Ragged) or isinstance(there, Ragged) or _size_of(here) != _size_of(there):
         return False
     if isinstance(here, np.ndarray) or isinstance(there, np.ndarray):

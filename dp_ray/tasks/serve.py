@@ -21,22 +21,11 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dp_ray.engine.call_state import CallState
-from dp_ray.engine.carried import Carried
 from dp_ray.engine.determinism import of_cublas
-from dp_ray.engine.replica import Forwards, Replica
+from dp_ray.engine.replica import Replica
 from dp_ray.engine.tree_sum import add_to, exchanged, sparse_modules
 from dp_ray.engine.user_code import dtypes_and_sizes
-from dp_ray.engine.world import (
-    everyone,
-    failed_in_group,
-    gathered,
-    has_peers,
-    is_gpu,
-    is_rank_0,
-    leave_group,
-    own_rank,
-    text_of,
-)
+from dp_ray.engine.world import everyone, failed_in_group, gathered, has_peers, is_gpu, leave_group, own_rank, text_of
 from dp_ray.errors import Error, JobError, ModelError, frames_of
 from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, fold, parents
@@ -59,8 +48,7 @@ class Copy:
         self.sparse = {index for index, tensor in enumerate(tensors) if id(tensor) in with_sparse}
         self._modules = list(self.module.modules())  # without those that a forward makes
         self.state = CallState(self.module, tensors, self.elsewhere)
-        asked = Forwards(Carried(print) if is_rank_0() else None)  # the caller prints what a worker does
-        self.replica = Replica(0, self.module, device, self.state, forwards=asked)
+        self.replica = Replica(0, self.module, device, self.state)
 
     def set_modes(self, modes: Modes, graphs: "Sequence[Graph]") -> None:
         """Set what the caller may have set on its module: training or not, and what requires a gradient."""
@@ -258,7 +246,7 @@ class Served:
     ) -> tuple[wire.ForwardResult, Graph]:
         modes, (inputs, args, kwargs) = asked.modes, arguments
 
-        def run(args: Any, kwargs: Any) -> tuple[Any, float]:
+        def run() -> tuple[Any, float]:
             started = time.perf_counter()
             with as_on_caller(modes), contextlib.redirect_stdout(text):
                 result = copy.module(*args, **kwargs)
@@ -266,9 +254,7 @@ class Served:
                 torch.cuda.synchronize(self._device)
             return result, time.perf_counter() - started
 
-        shard = Shard(asked.call_number, given.shard, 0, 0)
-        with contextlib.redirect_stdout(text):  # a line of the replica's, too
-            result, seconds = copy.replica.run(shard, run, args, kwargs, seed=given.seed)
+        result, seconds = copy.replica.run(Shard(asked.call_number, given.shard, 0, 0), run, seed=given.seed)
         ends, of_result = flatten(result)
         tree = shipped.dumped_output(of_result, ends, self._pickler, modes.is_grad_enabled)
         has_graph = [isinstance(end, torch.Tensor) and end.requires_grad for end in ends]
