@@ -50,7 +50,12 @@ def test_of_a_traceback_the_exception_is_shown(tmp_path: Path) -> None:
 
 def test_a_node_is_drained_by_what_its_raylet_was_told() -> None:
     told = ["--node_id=ab12", "--gcs-address=10.0.0.1:6379", "--flag", "--session=a=b"]
-    with subprocess.Popen([sys.executable, "-c", "input()", *told], stdin=subprocess.PIPE) as raylet:
+    runs = "print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", runs, *told], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as raylet:
+        assert raylet.stdout is not None
+        raylet.stdout.readline()  # while a program is being started its command line is empty
         line = drain_node(psutil.Process(raylet.pid), "the reason")
         assert line[0] == "drain-node"
         assert {"--address=10.0.0.1:6379", "--node-id=ab12", "--reason-message=the reason"} < set(line)
