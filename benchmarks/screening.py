@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.measure import in_processes
 from benchmarks.training import BATCH, Images, as_a_worker
-from dp_ray.engine.bad_samples import Quarantine, Reference, form_of
+from dp_ray.engine.bad_samples import Quarantine, Reference, item_form
 from dp_ray.engine.loading import LoadedShard, Source, load_steps
 from dp_ray.engine.world import CPU
 from dp_ray.job.job import Job
@@ -34,7 +34,7 @@ class Side:
 
     def __init__(self, dataset: Images, keys: dict[str, Any]) -> None:
         job = Job.make({**KEYS, "workers": 1, "batch_size": BATCH, "epochs": 1000, **keys}, "benchmark")
-        reference = Reference(0, form_of(dataset[0]))
+        reference = Reference(0, item_form(dataset[0]))
         quarantine = None if job.on_error is None else Quarantine(reference, lambda *_: None)
         steps = load_steps(Source(job, dataset), Work(split_of(job, len(dataset))), CPU, quarantine)
         self._batches: Iterator[LoadedShard] = (shard for step in steps for shard in step.loaded)

@@ -27,12 +27,12 @@ from benchmarks.training import as_a_worker, ours
 from benchmarks.turns import take_turns
 from dp_ray.engine import loading
 from dp_ray.engine.clock import StepClock
-from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.random import ForwardSeeds, SampleSeeds
+from dp_ray.engine.state import StepState
 from dp_ray.engine.votes import StepControl, StepSums
 from dp_ray.engine.world import World
+from dp_ray.rundir.history import History
 from dp_ray.telemetry.shapes import Probe, Recorder
-from dp_ray.telemetry.times import History
 
 ROWS, BATCH, WIDTH = 3200, 32, 64
 BLOCK, WARM, TURNS = 50, 4, 60  # steps in a turn; turns that are not measured, and that are
@@ -131,10 +131,10 @@ PROMISES: dict[str, list[tuple[Any, str]]] = {
     "seeds": [(ForwardSeeds, "begin"), (loading, "seed_all"), (SampleSeeds, "begin"), (SampleSeeds, "learn")],
     "votes and sums": [(StepSums, "begin"), (StepSums, "put"), (StepSums, "total")],
     "what forwards write": [
-        (ForwardState, "begin"),
-        (ForwardState, "__exit__"),
-        (ForwardState, "keep"),
-        (ForwardState, "finish"),
+        (StepState, "begin"),
+        (StepState, "__exit__"),
+        (StepState, "keep"),
+        (StepState, "finish"),
     ],
     "history": [(History, "add")],
     "shapes": [(Probe, "_before"), (Probe, "_after"), (Recorder, "on_shard"), (Recorder, "on_step")],

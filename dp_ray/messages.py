@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from dp_ray.engine.clock import DevicePlace, Flops
-    from dp_ray.engine.world import Collective, World
+    from dp_ray.engine.world import World
 
 BEAT_SECONDS = 0.5
 
@@ -50,6 +50,30 @@ class Computes:
 
     attempt: str
     kinds: list[Kind]
+
+
+STATES = ("scheduled", "started", "over")  # of a collective, in order; gloo records no start
+
+
+class Collective(NamedTuple):
+    """The oldest collective of a process group that is not over on a rank; if all are over, the newest.
+
+    `number` counts the group's collectives, which all of its ranks run in the same order.
+    """
+
+    group: str  # the backend, and the group's name and description
+    number: int
+    name: str
+    sizes: str  # of what goes in
+    state: str  # of STATES
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """How far the group has come on the rank; larger is further."""
+        return self.number, STATES.index(self.state)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.number} of {self.sizes}, {self.state}"
 
 
 class Sizes(NamedTuple):
@@ -220,7 +244,7 @@ class Beat:
     stack: str
     waits_for: str = ""
     device: "DevicePlace | None" = None
-    collectives: tuple["Collective", ...] = ()
+    collectives: tuple[Collective, ...] = ()
     call: tuple[int, str] = (0, "")
 
 

@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "a sum's order: the workers' sums one after another, not by the tree",
         "engine/tree_sum.py",
-        "own = fold(slices, root, add_to)",
+        "own = fold(slices, root, lambda left, right: right.add_(left))",
         "first, *others = slices.values()\n    own = first.clone()\n    for other in others:\n        own += other",
         "tests/engine/test_trainer.py::test_bitwise_is_the_same_bits_on_any_number_of_workers",
     ),
@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(
         "a loss's weight: the gradient is divided by the rows",
         "engine/update.py",
-        "return None if weight == rows else 0.0 if weight <= 0 else rows / weight",
-        "return 0.0 if weight <= 0 else None",
+        "return 0.0 if weight <= 0 else rows / weight",
+        "return 0.0 if weight <= 0 else 1.0",
         "tests/engine/test_trainer.py::test_ragged_rows_count_by_their_tokens",
     ),
     Mutant(
@@ -126,8 +126,8 @@ MUTANTS = [
     Mutant(
         "a clip: a small gradient is made as large as the limit",
         "engine/update.py",
-        "clip = (self._grad_clip / (norm + 1e-6)).clamp(max=1.0)",
-        "clip = self._grad_clip / (norm + 1e-6)",
+        "clip = (self.clip / (norm + 1e-6)).clamp(max=1.0)",
+        "clip = self.clip / (norm + 1e-6)",
         "tests/engine/test_partial_optimizers.py::test_norm_and_clip_are_over_what_the_optimizer_updates",
     ),
     Mutant(
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "a loader's skip: the positions of the first epoch in all",
         "engine/loading.py",
-        "dataclasses.replace(self._order, epoch=epoch)",
+        "dataclasses.replace(self._order, epoch=shard.epoch)",
         "dataclasses.replace(self._order, epoch=0)",
         "tests/engine/test_skip.py::test_shards_without_what_is_skipped",
     ),
@@ -276,8 +276,8 @@ SHOWN = {
     "drawn: Evaluation._measure_batch: `merged is None`": (
         "tests/engine/test_whole_batch.py::test_a_step_and_evaluations"
     ),
-    "drawn: check_packs: `_packer(pickler)(nowhere, _Storages()).dump(value)`": (
-        "tests/engine/test_objects.py::test_what_cannot_be_pickled_is_named_on_any_number_of_workers"
+    "drawn: check_packs: `dump(value, nowhere, base, Apart().storage, reduced)`": (
+        "tests/engine/test_ship.py::test_what_cannot_be_pickled_is_named_on_any_number_of_workers"
     ),
     "drawn: climb: `node in above`": (
         "tests/plan/test_reduction_tree.py::test_sums_that_climb_as_they_come_are_those_by_definition"
@@ -285,7 +285,7 @@ SHOWN = {
     "drawn: StepInspection.find: `self.prepare(step, whole)`": (
         "tests/engine/test_whole_batch.py::test_replay_gives_the_loss_and_each_rows_gradient"
     ),
-    "drawn: Writable._check_parameters: `name not in self._parameters`": (
+    "drawn: State._check_parameters: `name not in self._parameters`": (
         "tests/engine/test_forward_writes.py::test_each_way_to_write_follows_shard_0"
     ),
     "drawn: Merger._merge_files: `self._merge(merge)`": (
@@ -307,7 +307,6 @@ SHOWN = {
 # What is drawn and not counted, with the reason: the next one is drawn in its place.
 PASSED_OVER = {
     "drawn: Evaluation._update_states: `_moved(metric, outputs.device)`": "only a model over several GPUs shows it",
-    'drawn: Trainer._shards_that_fit: `world.device.type == "cuda"`': "it decides on the advice in an error alone",
     "drawn: _numbers: `row.numel() <= NUMBERS`": "it decides on three dots behind numbers alone",
     "drawn: named_parameters_of: `seen.add(id(parameter))`": "what a step and its model share is kept twice, alike",
     "drawn: raise_located: `located.add_note(note)`": "it is of an error's text alone",

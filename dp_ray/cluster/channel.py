@@ -542,10 +542,15 @@ class Channel:
             self._stores[attempt] = host, port
             self._changed.notify_all()
 
-    async def store(self, attempt: str, view: int = 0) -> tuple[str, int] | None:
-        """Return host and port of the attempt's store, as soon as rank 0 has opened it; None if its view breaks."""
+    async def store(self, attempt: str, view: int = 0, seconds: float | None = None) -> tuple[str, int] | None:
+        """Return host and port of the attempt's store, as soon as rank 0 has opened it.
+
+        None if its view breaks, or after so many seconds: rank 0 may stand still.
+        """
         async with self._changed:
-            await self._changed.wait_for(lambda: attempt in self._stores or self._is_broken(view))
+            opened = self._changed.wait_for(lambda: attempt in self._stores or self._is_broken(view))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(opened, seconds)
             return self._stores.get(attempt)
 
 

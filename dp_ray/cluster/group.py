@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.cluster.channel import GROUP, WorkerConfig, send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.membership import Member, View
-from dp_ray.engine.out_of_memory import free_memory
+from dp_ray.engine.user_code import free_memory
 from dp_ray.engine.world import (
     CPU,
     Cause,
@@ -25,7 +25,6 @@ from dp_ray.engine.world import (
     cut_groups,
     failed_collective,
     form_group,
-    group_error,
     leave_group,
     text_of,
 )
@@ -114,9 +113,10 @@ def process_group(
             ray.get(channel.set_store.remote(attempt, world.node, store.port))
             _stores[:] = [store]
         else:
-            held = ray.get(channel.store.remote(attempt, view))
+            # A view breaks where one of its members stands still.
+            held = ray.get(channel.store.remote(attempt, view, None if view else timeout.total_seconds()))
             if held is None:
-                raise WorkerError("another worker was lost while the process group was formed")
+                raise WorkerError("another worker was lost, or stood still, while the process group was formed")
             host, port = held
             store = TCPStore(host, port, world.world_size, False, timeout, wait_for_workers=False)
     places = {
@@ -147,7 +147,7 @@ def _group_errors() -> Iterator[None]:
         if failed is None:  # of CUDA, as where the GPU is in use
             raise
         may_be_lost = failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
-        cause = WorkerError(failed.line) if may_be_lost else group_error(failed)
+        cause = WorkerError(failed.line) if may_be_lost else failed.error()
         raise type(cause)(f"the process group could not be formed: {cause}") from error
 
 

@@ -20,7 +20,7 @@ from dp_ray.cluster.group import leave_view, next_view, place_of_worker, process
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.prints import Lines, forwarded_prints
-from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
+from dp_ray.engine.user_code import free_memory, is_out_of_memory
 from dp_ray.engine.votes import NotFinite, StopRequested
 from dp_ray.engine.world import Trouble, World, leave_group, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError

@@ -33,7 +33,7 @@ from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.cluster.resources import Resources, resources_text
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.devices import check_machine
-from dp_ray.engine.objects import check_packs, pack_object, refused
+from dp_ray.engine.ship import check_packs, refused, shipment
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
@@ -244,7 +244,7 @@ class StartedWorkers:
             faults,
             rows,
         )
-        return [put_apart(pack_object(assigned, ray.cloudpickle.CloudPickler)), job.env, own_folders()]
+        return [put_apart(shipment(assigned, ray.cloudpickle.CloudPickler)), job.env, own_folders()]
 
     def _check_end(self, monitor: "Monitor") -> None:
         from dp_ray.engine.votes import StopRequested

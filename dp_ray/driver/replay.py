@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from dp_ray.engine.devices import devices_here
-from dp_ray.engine.inspect_passes import InspectedPass
-from dp_ray.engine.inspect_step import Findings, StepInspection
+from dp_ray.engine.inspect_step import Findings, InspectedPass, StepInspection
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, StorageError, cause_of
 from dp_ray.job.args import object_in

@@ -33,9 +33,10 @@ from dp_ray.rundir.replaced import ReplacedRun
 from dp_ray.rundir.settled import run_of, settled
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.storage import Storage
+from dp_ray.system.imports import replaced_in_modules
 from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeated
 from dp_ray.tasks.modes import script_modes
-from dp_ray.text import relative
+from dp_ray.text import listed, relative
 
 if TYPE_CHECKING:
     from dp_ray.cluster.connect import EarlyConnection
@@ -213,6 +214,11 @@ class Execution:
         self.console.say(f"{'resuming in' if self.claimed.is_resumed else 'run directory'} {relative(str(storage))}")
         for line in self.prepared.plan.remarks:
             self.console.say(line)
+        if not self.workers.is_here and (replaced := replaced_in_modules()):
+            self.console.say(
+                f"the script has replaced {listed(replaced)}; workers import modules as they are: replace it in a "
+                "module that the job names, such as the model's"
+            )
         storage.remove_unfinished(recursive=True)
         try:
             look_seconds = RENEW_SECONDS if storage.is_atomic else TELL_SECONDS  # an object store counts each look

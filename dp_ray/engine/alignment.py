@@ -4,6 +4,8 @@ CUDA's kernels read 16 bytes at once, if they may. A tensor that begins elsewher
 `mean` and norms of the same numbers round otherwise; elementwise kernels do not. Memory of its own begins right, a
 view may begin anywhere: a gradient in a bucket of DDP, a shard of a batch that is on the GPU already. Which of them a
 worker has depends on the number of workers. So with `bitwise` a view that begins wrong is copied.
+
+The last two functions are about the strides that a gradient has in a bucket of DDP.
 """
 
 from collections.abc import Collection
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dp_ray.engine.world import is_gpu
-from dp_ray.tensors.files import is_sharded
+from dp_ray.tensors.files import is_dense, is_sharded
 from dp_ray.tensors.tree import map_batch
 
 if TYPE_CHECKING:
@@ -61,3 +63,26 @@ def align_gradients(parameters: Collection[torch.Tensor]) -> None:
     torch._foreach_copy_(copies, gradients)  # one kernel for all of a dtype
     for parameter, copy in zip(odd, copies, strict=True):
         parameter.grad = copy  # DDP sets it to its view again, once the next backward has made a new one
+
+
+def layout_of(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Return size and strides of a parameter's gradient in its bucket of DDP."""
+    like = parameter.detach() if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
+    return like.size(), like.stride()
+
+
+def set_strides(size: torch.Size, strides: tuple[int, ...], parameter: torch.Tensor) -> None:
+    """Give the gradient the strides of its bucket where these differ for dimensions of size 1 alone.
+
+    Strides of such dimensions reach no element, so they may have any value: oneDNN and cuDNN give the gradient of a
+    depthwise or 1x1 convolution other ones than its weight has. DDP compares all strides, and warns of a cost that
+    does not exist. Strides that do differ stay, so that DDP warns of them.
+    """
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
+        return
+    now = gradient.stride()
+    if now != strides and all(
+        stride == other for stride, other, length in zip(now, strides, size, strict=True) if length != 1
+    ):
+        gradient.as_strided_(size, strides)

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.sharedctypes import RawArray
@@ -29,9 +29,7 @@ from dp_ray.text import hide
 ItemForm: TypeAlias = Any  # the structure and shapes of an item, as JSON values
 CollateFn: TypeAlias = Callable[[list[Any]], Any]
 TEXT_LENGTH = 10_000  # kept of a message or a traceback
-SLOT = 8  # numbers that each process notes: its pid, since when it reads, how long it may, and what
-_SINCE = 1  # where in a slot
-_SAMPLE = 6
+SLOT = 4  # numbers that each process notes: its pid, and the epoch, the sample and the begin of its read
 TICKS = 4  # how often the limit is checked within its length
 _OVER = 1.5  # of its time, a read may take until its process is ended
 
@@ -79,13 +77,11 @@ class ReadTimeout(BaseException):
 
 
 class HungRead(NamedTuple):
-    """A read that did not end, of process `pid`, and its place; `sample` is None if several were read."""
+    """A read of a sample that did not end, of process `pid`."""
 
     pid: int
     epoch: int
-    step: int
-    shard: int
-    sample: int | None
+    sample: int
 
 
 class ReadLimit:
@@ -100,59 +96,42 @@ class ReadLimit:
         self.seconds = seconds
         self.poll_seconds = max(1.0, seconds / TICKS)  # how often the worker checks the reads of its processes
         self._slots: Any = RawArray("d", SLOT * processes)
-        self._at: int | None = None
+        self._at: int | None = None  # of this process; None where the limit is not enforced
 
     def arm(self, process: int) -> None:
         """Begin to enforce the limit in this loader process."""
         self._at = SLOT * process
-        self._slots[self._at : self._at + SLOT] = [os.getpid(), *[0.0] * (SLOT - 1)]
+        self._slots[self._at : self._at + SLOT] = [os.getpid(), 0.0, 0.0, 0.0]
         signal.signal(signal.SIGALRM, self._tick)
         signal.siginterrupt(signal.SIGALRM, False)
         # A steady tick, not an alarm for each read: setting that would be a call of the system for each sample.
         signal.setitimer(signal.ITIMER_REAL, self.seconds / TICKS, self.seconds / TICKS)
 
     @contextmanager
-    def reading(self, wanted: ReadRequest, indices: Sequence[int]) -> Iterator[None]:
-        """Limit the block, which reads these samples; raise ReadTimeout after `seconds` for each."""
-        at = self._at
-        if at is None:
+    def reading(self, epoch: int, index: int) -> Iterator[None]:
+        """Limit the block, which reads a sample; raise ReadTimeout after `seconds`."""
+        if (at := self._at) is None:
             yield
             return
-        slots = self._slots
-        slots[at + 2 : at + SLOT] = [self.seconds * len(indices), *wanted[:3], indices[0], len(indices)]
-        slots[at + _SINCE] = time.monotonic()
+        self._slots[at + 1 : at + SLOT] = [epoch, index, time.monotonic()]
         try:
             yield
         finally:
-            slots[at + _SINCE] = 0.0
-
-    @contextmanager
-    def reading_each(self, wanted: ReadRequest, indices: list[int]) -> Iterator[list[int]]:
-        """Limit the block, which reads these samples one after another, as the list that it gets is iterated.
-
-        Each may take `seconds`; `at` is the one that is being read.
-        """
-        with self.reading(wanted, indices[:1]):
-            yield indices if self._at is None else _Noted(indices, self._slots, self._at)
-
-    @property
-    def at(self) -> int | None:
-        """Return the sample whose read began last; None in a process in which the limit is not enforced."""
-        return None if self._at is None else int(self._slots[self._at + _SAMPLE])
+            self._slots[at + SLOT - 1] = 0.0
 
     def _tick(self, *_: object) -> None:
         assert self._at is not None
-        since, allowed = self._slots[self._at + 1 : self._at + 3]
-        if since and time.monotonic() - since > allowed:
-            raise ReadTimeout(f"reading took more than {allowed:g} s")
+        since = self._slots[self._at + SLOT - 1]
+        if since and time.monotonic() - since > self.seconds:
+            raise ReadTimeout(f"reading took more than {self.seconds:g} s")
 
     def hung(self) -> HungRead | None:
         """Return a read that its process's alarm did not end, if there is one."""
         now = time.monotonic()
         for at in range(0, len(self._slots), SLOT):
-            pid, since, allowed, epoch, step, shard, index, many = self._slots[at : at + SLOT]
-            if since and now - since > allowed * _OVER + 1:
-                return HungRead(int(pid), int(epoch), int(step), int(shard), int(index) if many == 1 else None)
+            pid, epoch, sample, since = self._slots[at : at + SLOT]
+            if since and now - since > self.seconds * _OVER + 1:
+                return HungRead(int(pid), int(epoch), int(sample))
         return None
 
     def clear(self) -> None:
@@ -160,39 +139,11 @@ class ReadLimit:
         self._slots[:] = [0.0] * len(self._slots)
 
 
-class _Noted(list[int]):
-    """A list of sample indices that are noted one after another, as they are iterated."""
-
-    def __init__(self, indices: list[int], slots: Any, at: int) -> None:
-        super().__init__(indices)
-        self._slots = slots
-        self._at = at
-
-    def __iter__(self) -> Iterator[int]:
-        slots, since, sample, now = self._slots, self._at + _SINCE, self._at + _SAMPLE, time.monotonic
-        for index in super().__iter__():
-            slots[sample] = index
-            slots[since] = now()
-            yield index
-
-
-def end_loader_process(pid: int) -> None:
-    """Kill a loader process and wait for its end."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-        for _ in range(20):
-            os.kill(pid, 0)
-            time.sleep(0.01)
-    except ProcessLookupError:
-        return
-
-
 @dataclass(eq=False)
 class Screen:
     """A filter that sets bad samples of a reader aside where they are loaded.
 
-    `hung` are samples, by epoch, whose read ended its process. `careful` are requests whose samples are to be read
-    one by one, since one of them did so.
+    `hung` are samples, by epoch, whose read ended its process.
     """
 
     reader: SampleReader
@@ -201,86 +152,63 @@ class Screen:
     limit: ReadLimit | None = None
     reference: Reference | None = None
     hung: dict[tuple[int, int], BadSample] = field(default_factory=dict)
-    careful: set[tuple[int, int, int]] = field(default_factory=set)
     _reference_item: list[Any] = field(default_factory=list)
-    _wanted: ReadRequest = field(default_factory=lambda: ReadRequest(0, 0, 0, []))
+    _epoch: int = 0
 
     def read(self, wanted: ReadRequest, indices: list[int]) -> list[Any]:
         """Return the samples of a request, with a BadSample in the place of each that cannot be read.
 
-        Raises errors that no single sample caused.
+        With a limit each is read by itself, for its own time. Raises errors that no single sample caused.
         """
-        self._wanted = wanted
-        at_once = hasattr(self.reader.dataset, "__getitems__")  # then it reads several faster than one by one
-        bad: dict[int, BadSample] = {}
-        if (
-            len(indices) > 1
-            and wanted[:3] not in self.careful
-            and not (self.hung and any((wanted.epoch, index) in self.hung for index in indices))
-        ):
+        self._epoch = wanted.epoch
+        if self.limit is None and len(indices) > 1:
             try:
-                if at_once or self.limit is None:
-                    return self._within_limit(indices)
-                with self.limit.reading_each(wanted, indices) as noted:
-                    return self.reader(noted)
+                return self.reader(indices)
             except (JobError, MemoryError):
                 raise
-            except (Exception, ReadTimeout) as error:  # one by one, to find the bad ones
-                # The sample that raised is known where each is noted: it is not read twice.
-                if not at_once and self.limit is not None and (at := self.limit.at) is not None:
-                    bad[at] = self._unread(at, error)
-        return [bad.get(index) or self._read_one(index) for index in indices]
+            except Exception:  # one by one, to find the bad ones
+                pass
+        return [self._read_one(index) for index in indices]
 
-    def pass_over(self, hung: HungRead) -> None:
+    def pass_over(self, read: HungRead) -> None:
         """Note a read that hangs, once its process is ended: it is not tried again."""
         assert self.limit is not None
         self.limit.clear()
-        if hung.sample is None:  # it is not known which of several hangs, so they are read one by one
-            self.careful.add((hung.epoch, hung.step, hung.shard))
-        else:
-            says = f"reading took more than {self.limit.seconds:g} s and ignored an alarm, so its process was ended"
-            self.hung[hung.epoch, hung.sample] = BadSample(hung.sample, "ReadTimeout", says)
+        says = f"reading took more than {self.limit.seconds:g} s and ignored an alarm, so its process was ended"
+        self.hung[read.epoch, read.sample] = BadSample(read.sample, "ReadTimeout", says)
 
     def _read_one(self, index: int) -> Any:
-        if (hung := self.hung.get((self._wanted.epoch, index))) is not None:
+        if (hung := self.hung.get((self._epoch, index))) is not None:
             return hung
         try:
-            return self._within_limit([index])[0]
+            return self._within_limit(index, self.reader, [index])[0]
         except (JobError, MemoryError):
             raise
         except (Exception, ReadTimeout) as error:
-            return self._unread(index, error)
-
-    def _unread(self, index: int, error: BaseException) -> BadSample:
-        """Return a BadSample for one that could not be read, with those of its carried values that can be read."""
-        bad = bad_sample(index, error)
+            bad = bad_sample(index, error)
         carry, carried = self.reader.carry, dict[str, Plain]()
         if not carry:
             return bad
-        with suppress(Exception, ReadTimeout), self._limited([index]):
-            carried = self.reader.carried_alone(index)
+        with suppress(Exception, ReadTimeout):  # those of its values that can be read
+            carried = self._within_limit(index, self.reader.carried_alone, index)
         return bad._replace(carried={key: carried.get(key) for key in carry})
 
-    def _within_limit(self, indices: list[int]) -> list[Any]:
-        with self._limited(indices):
-            return self.reader(indices)
-
-    def _limited(self, indices: list[int]) -> AbstractContextManager[None]:
-        return nullcontext() if self.limit is None else self.limit.reading(self._wanted, indices)
+    def _within_limit(self, index: int, read: Callable[[Any], Any], wanted: Any) -> Any:
+        if self.limit is None:
+            return read(wanted)
+        with self.limit.reading(self._epoch, index):
+            return read(wanted)
 
     def collate(self, items: Sequence[Any], indices: Sequence[int], collate: CollateFn) -> Screened:
         """Collate the good samples of those that were read.
 
         Raises what `collate` raises if no sample alone is to blame.
         """
-        bad: dict[int, BadSample] = {}
-        if BadSample in set(map(type, items)):  # most batches have none, which this sees at once
-            bad = {place: item for place, item in enumerate(items) if isinstance(item, BadSample)}
-        good = [item for place, item in enumerate(items) if place not in bad] if bad else list(items)
-        batch = self._collate_if_good(good, collate)
+        bad = {place: item for place, item in enumerate(items) if type(item) is BadSample}
+        good = [item for place, item in enumerate(items) if place not in bad]
+        batch = None if self.has_own_collate else self._collated_at_once(good, collate)
         if batch is None and good:
-            for place, index in enumerate(indices):
-                item = items[place]
+            for place, (index, item) in enumerate(zip(indices, items, strict=True)):
                 if place not in bad and (misfit := self._misfit(index, item, collate)):
                     if isinstance(item, PassthroughSample):
                         misfit = misfit._replace(carried=dict(zip(self.reader.carry, item.values, strict=True)))
@@ -289,30 +217,21 @@ class Screen:
             batch = collate(good) if good else None
         return Screened(batch, bad)
 
-    def _collate_if_good(self, items: list[Any], collate: CollateFn) -> Any:
-        """Collate the samples if all fit the reference; return None if one does not, or if there are none.
+    def _collated_at_once(self, items: list[Any], collate: CollateFn) -> Any:
+        """Collate the samples by torch's collate, if all fit the reference; return None if one does not.
 
         The other samples of a read must not decide whether one is bad. So torch's collate is no test: it takes a
         number among texts, or drops a key that the first sample lacks.
         """
-        reference = self.reference
-        if not items:
+        if not items or (
+            self.reference is not None and any(item_form(item) != self.reference.form for item in items)
+        ):
             return None
-        if self.has_own_collate and self.is_finite and any(map(not_finite, items)):  # which the collate may hide
-            return None
-        if reference is not None:
-            for item in items:
-                if not self.has_own_collate:
-                    fits = form_of(item) == reference.form
-                else:
-                    fits = self._beside_reference(0, item, collate, reference) is None
-                if not fits:
-                    return None
         try:
             batch = collate(items)
         except Error:
             return None
-        return None if self.is_finite and not self.has_own_collate and not_finite(batch) else batch
+        return None if self.is_finite and not_finite(batch) else batch
 
     def _beside_reference(self, index: int, item: Any, collate: CollateFn, reference: Reference) -> BadSample | None:
         """Return why the user's collate cannot collate a sample with the reference; None if it can, in either order.
@@ -321,7 +240,7 @@ class Screen:
         """
         if not self._reference_item:
             try:
-                self._reference_item = list(self._within_limit([reference.sample]))
+                self._reference_item = self._within_limit(reference.sample, self.reader, [reference.sample])
             except ReadTimeout as error:
                 raise DataError(f"sample {reference.sample}, with which others are compared: {error}") from None
         beside = self._reference_item[0]
@@ -337,7 +256,7 @@ class Screen:
             return _misfit_of(index, [item], collate, None)
         if self.has_own_collate:
             return self._beside_reference(index, item, collate, reference)
-        if (form := form_of(item)) != reference.form:
+        if (form := item_form(item)) != reference.form:
             says = f"it is {form}, unlike sample {reference.sample}, which is {reference.form}"
             return BadSample(index, "Misshapen", says.replace("'", ""))
         return _misfit_of(index, [item], collate, None)
@@ -373,12 +292,12 @@ def choose_reference(read: Sequence[tuple[int, Any]], collate: CollateFn | None)
     if not read:
         return None
     if collate is None:
-        forms = [form_of(item) for _, item in read]
+        forms = [item_form(item) for _, item in read]
         scores = [forms.count(form) for form in forms]
     else:
         scores = [sum(_can_collate(collate, item, other) for _, other in read) for _, item in read]
     index, item = read[scores.index(max(scores))]
-    return Reference(index, form_of(item))
+    return Reference(index, item_form(item))
 
 
 def _can_collate(collate: CollateFn, first: Any, second: Any) -> bool:
@@ -389,14 +308,14 @@ def _can_collate(collate: CollateFn, first: Any, second: Any) -> bool:
     return True
 
 
-def form_of(item: Any) -> ItemForm:
+def item_form(item: Any) -> ItemForm:
     """Return the structure and shapes of an item as torch's collate tells them apart, in JSON values.
 
-    >>> form_of((torch.zeros(2, 3), {"label": 1}))
+    >>> item_form((torch.zeros(2, 3), {"label": 1}))
     ['tensor [2, 3]', {'label': 'number'}]
     """
     if isinstance(item, PassthroughSample):
-        return form_of(item.item)
+        return item_form(item.item)
     if isinstance(item, torch.Tensor):
         return f"tensor {list(item.shape)}"
     if isinstance(item, np.ndarray) and item.ndim:
@@ -406,9 +325,9 @@ def form_of(item: Any) -> ItemForm:
     if isinstance(item, int | float | np.generic | np.ndarray):
         return "number"
     if isinstance(item, Mapping):
-        return {hide(str(key)): form_of(item[key]) for key in item}
+        return {hide(str(key)): item_form(item[key]) for key in item}
     if isinstance(item, list | tuple):
-        return [form_of(value) for value in item]
+        return [item_form(value) for value in item]
     return f"a {type(item).__qualname__}"
 
 

@@ -5,11 +5,10 @@ built) and moves the activations between them in `forward`. Or the job sets `dev
 consecutive blocks, about the same number of bytes on each. Forward hooks then move each block's inputs to its device.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from dp_ray.engine.world import text_of
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number, runs_anywhere
+from dp_ray.plan.costs import PlacedBlock
 from dp_ray.plan.split import balance
 from dp_ray.tensors.files import moved
 from dp_ray.tensors.tree import map_leaves
@@ -110,16 +110,8 @@ def input_device(job: Job, model: nn.Module, own: Sequence[torch.device]) -> tor
     return own[number]
 
 
-class ModelBlock(NamedTuple):
-    """A block of a model over several devices: its name, its bytes (parameters and buffers), its device's number."""
-
-    name: str
-    bytes: int
-    device: int
-
-
-def blocks_of(job: Job, model: nn.Module, count: int) -> list[ModelBlock]:
-    """Return the blocks of a model, each placed on one of `count` devices.
+def blocks_of(job: Job, model: nn.Module, devices: Sequence[str]) -> list[PlacedBlock]:
+    """Return the blocks of a model, each placed on one of the devices.
 
     Raises JobError if a named block does not exist or is part of another one. Raises JobError if there are fewer
     blocks than devices, or if two devices would share a parameter.
@@ -136,26 +128,28 @@ def blocks_of(job: Job, model: nn.Module, count: int) -> list[ModelBlock]:
             raise JobError(f"blocks: the model has no module {name!r}; it has {listed(list(modules)[1:])}")
         if any(name != other and name.startswith(f"{other}.") for other in names):
             raise JobError(f"blocks: {name!r} is a part of another block")
-    if len(names) < count:
-        raise JobError(f"device_map: {len(names)} blocks ({listed(names)}) cannot be placed on {count} devices")
+    if len(names) < len(devices):
+        raise JobError(
+            f"device_map: {len(names)} blocks ({listed(names)}) cannot be placed on {len(devices)} devices"
+        )
     blocks = [modules[name] for name in names]
     sizes = [sum(tensor.nbytes for tensor in [*block.parameters(), *block.buffers()]) for block in blocks]
-    numbers = [number for number, part in enumerate(balance(sizes, count)) for _ in part]
-    placed = [ModelBlock(name, size, number) for name, size, number in zip(names, sizes, numbers, strict=True)]
-    _check_shared(model, placed)
+    own = [device for device, part in zip(devices, balance(sizes, len(devices)), strict=True) for _ in part]
+    placed = [PlacedBlock(*block) for block in zip(names, sizes, own, strict=True)]
+    _check_shared(model, placed, devices[0])
     return placed
 
 
-def _check_shared(model: nn.Module, blocks: Sequence[ModelBlock]) -> None:
+def _check_shared(model: nn.Module, blocks: Sequence[PlacedBlock], first: str) -> None:
     """Raise JobError if modules on different devices share a parameter, which can be on one device only."""
-    seen: dict[int, tuple[str, int]] = {}
+    seen: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        here = next((block.device for block in blocks if f"{name}.".startswith(f"{block.name}.")), 0)
+        here = next((block.device for block in blocks if f"{name}.".startswith(f"{block.name}.")), first)
         other, there = seen.setdefault(id(parameter), (name, here))
         if here != there:
             raise JobError(
-                f"device_map: {other} and {name} are the same parameter, which cannot be on device {there} and on "
-                f"device {here}; name blocks that hold both"
+                f"device_map: {other} and {name} are the same parameter, which cannot be on {there} and on {here}; "
+                "name blocks that hold both"
             )
 
 
@@ -165,7 +159,7 @@ def spread(job: Job, model: nn.Module, own: Sequence[torch.device]) -> nn.Module
     Parameters and buffers outside the blocks go to the first device. Raises JobError for a TorchScript module,
     which takes no hooks, and whatever `blocks_of` raises.
     """
-    device_of = {block.name: own[block.device] for block in blocks_of(job, model, len(own))}
+    device_of = {block.name: torch.device(block.device) for block in blocks_of(job, model, list(map(str, own)))}
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.jit.ScriptModule):
             raise JobError(
@@ -193,17 +187,12 @@ def move_inputs(module: nn.Module, device: torch.device) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-_MIXED = (
-    re.compile(r"at least two devices, (?P<one>[\w:]+)[^,]*(?:,| and) (?P<two>[\w:]+)"),
-    re.compile(r"on device (?P<two>[\w:]+) is not on the expected device (?P<one>[\w:]+)"),
-    re.compile(r"is on (?P<one>[\w:]+),? (?:but|different from).* (?P<two>(?:cpu|cuda|meta|xpu|mps)[\w:]*)"),
-)
+MIXED = ("on the same device", "is not on the expected device")  # torch's words, which name both devices
 
 
 def mixed_devices(model: nn.Module, error: BaseException) -> str:
-    """Return a hint on an error caused by tensors on two devices, with devices and module; "" for any other error."""
-    match = next(filter(None, (pattern.search(str(error)) for pattern in _MIXED)), None)
-    if match is None:
+    """Return a hint on an error caused by tensors on two devices, with the module; "" for any other error."""
+    if not any(words in str(error) for words in MIXED):
         return ""
     # The innermost module whose forward raised the error.
     names = {id(module): name.removeprefix("_orig_mod.") for name, module in model.named_modules()}
@@ -212,5 +201,4 @@ def mixed_devices(model: nn.Module, error: BaseException) -> str:
         where = names.get(id(trace.tb_frame.f_locals.get("self")), where)
         trace = trace.tb_next
     name = f"module {where!r}" if where else "the model's own forward"
-    first, second = match["one"].rstrip(":"), match["two"].rstrip(":")
-    return f"; {name} got tensors on two devices, {first} and {second}: move them in forward, as in x.to(device)"
+    return f"; {name} got tensors on two devices: move them in forward, as in x.to(device)"

@@ -2,7 +2,9 @@
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,30 +13,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine.beside import modules_beside
+from dp_ray.engine.buffers import modules_beside
 from dp_ray.engine.clock import Part, SilentClock, StepClock
-from dp_ray.engine.eval_state import evaluating
 from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.metric_trial import MetricTrial
-from dp_ray.engine.model import autocast
-from dp_ray.engine.objects import refused
-from dp_ray.engine.replica import Forwards, Replica
-from dp_ray.engine.rows import RowTrial
+from dp_ray.engine.model import autocast, evaluating
+from dp_ray.engine.placement import Placement
+from dp_ray.engine.replica import Replica
+from dp_ray.engine.ship import refused
 from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.whole_batch import (
+    NO_ROWS,
     ShardOutput,
     WholeBatches,
     build_over_batch,
+    built_metric,
     detached,
     merged_batch,
     seed_of_batch,
 )
-from dp_ray.engine.world import CPU, everyone, gathered, has_peers, pickled
+from dp_ray.engine.world import CPU, everyone, gathered, has_peers, message_of
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import NamedEval, Target, is_over_batch
-from dp_ray.job.targets import bound, build, keeps_state, resolve
+from dp_ray.job.keys import NamedEval, is_over_batch
+from dp_ray.job.targets import keeps_state
 from dp_ray.plan.mixture import LOSS_OF, Mixture
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
@@ -54,19 +56,15 @@ def build_metrics(job: Job, mixture: Mixture | None = None) -> tuple[Metrics, di
     for name, metric in job.metrics.items():
         if is_over_batch(metric):
             continue  # an evaluation measures it of each batch
-        where, made = f"metrics.{name}", metric
-        if isinstance(metric, Target):
-            made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
-            if not callable(made) and not keeps_state(made):
-                raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
+        made = built_metric(name, metric)
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
             check_merges(name, made)
         if keeps_state(made) and everyone() is not None:
             try:
-                pickled(made)  # as after an evaluation; a user's __getstate__ may raise anything
+                message_of(made)  # as after an evaluation; a user's __getstate__ may raise anything
             except Exception as error:
-                raise refused(where, made, error, pickled) from error
+                raise refused(f"metrics.{name}", made, error, message_of) from error
     return Metrics(functions, job.batch_dim, mixture), states
 
 
@@ -109,31 +107,24 @@ class Evaluation:
     step: Step
     measures: Metrics
     states: Mapping[str, Any]
-    device: torch.device
-    forwards: Forwards
-    over_batch: Mapping[str, Compare] | None = None  # of the training, whose loss may have a state
+    placement: Placement
+    over_batch: Mapping[str, Compare] = field(default_factory=dict)  # of the training, whose loss may have a state
     clock: StepClock = field(default_factory=SilentClock)
-    trial: RowTrial | None = None
     named: NamedEval | None = None  # of a training
 
     def __post_init__(self) -> None:
-        self._of = "evaluation " if self.named is None else self.named.of
+        self.device, self._forwards = self.placement.world.device, self.placement.forwards()
+        self.of = "evaluation " if self.named is None else self.named.of
         self._size_key = "batch_size" if self.named is None else f"{self.named.key}.batch_size"
         if self.named is not None and self.named.keys.metrics is not None:
             self._measure_only(self.job.metrics_of(self.named))
-        self._batches = WholeBatches(self.job, self.trial)
         self._states = {name: _moved(metric, self.device) for name, metric in self.states.items()}
-        self._trial: MetricTrial | None = MetricTrial(self._states, self.job.batch_dim)
         self._has_loss = self.job.loss_of_shards
-        self._over_batch = self.over_batch or build_over_batch(self.job, self.device)
-        self.beside = modules_beside(self.job, self.step, {**self.measures.functions, **self._over_batch})
-        self._names = self.measures.names(self._has_loss)
-        if "loss" in self._over_batch:
-            self._names = ["loss", *self._names]
-        self._names += [name for name in self._over_batch if name != "loss"]
-        # The columns of a shard's measurements.
-        first = 2 * self.job.loss_over_batch
-        self._of_shards = slice(first, first + 2 * len(self.measures.names(self._has_loss)))
+        self.over_batch = self.over_batch or build_over_batch(self.job, self.device)
+        self.beside = modules_beside(self.job, self.step, {**self.measures.functions, **self.over_batch})
+        of_shards = [*(["loss"] if self._has_loss else []), *self.measures.functions]
+        self._names = [*of_shards, *self.over_batch]
+        self._of_shards = slice(2 * len(of_shards))  # the columns of a shard's measurements
 
     def _measure_only(self, metrics: Mapping[str, Any]) -> None:
         """Leave out the metrics of the job that are not among these; the loss stays."""
@@ -141,72 +132,70 @@ class Evaluation:
         functions = {name: each for name, each in self.measures.functions.items() if name in metrics}
         self.measures = Metrics(functions, self.job.batch_dim)
         self.states = {name: each for name, each in self.states.items() if name in metrics}
-        of_batch = (self.over_batch or {}).items()
+        of_batch = self.over_batch.items()
         self.over_batch = {name: each for name, each in of_batch if name == "loss" or name in metrics}
 
-    def run(
-        self, model: nn.Module, work: Work, steps: Iterator[LoadedStep], mixture: Mixture | None = None
-    ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
-        """Yield each shard with rows of the steps of `work`, and the end of each step; at last the measurements.
-
-        Of a `mixture` these have the loss of each source, if rows have losses. The model stays in
-        eval mode. Every rank calls this, and takes all of it. Raises DataError if all samples
-        were set aside. The first evaluation raises JobError if a metric of torchmetrics depends on how its rows are
-        cut into updates.
-        """
-        # A row for each shard: the order of additions does not depend on the workers. The last column counts rows.
-        mixture = mixture if self._has_loss else None
-        names = [*self._names, *(f"{LOSS_OF}{source}" for source in (mixture.names if mixture else ()))]
-        sums = torch.zeros(work.split.shards, 2 * len(names) + 1, dtype=torch.float64, device=self.device)
-        states, rows = dict[int, dict[str, Any]](), 0
-        if work.split.shards * work.split.total_steps == 1:
-            self._trial = None  # a single update sees all rows
+    @contextmanager
+    def replica(self, model: nn.Module, work: Work) -> Iterator[Replica]:
+        """Give what runs the shards of `work`; in the block the model is in eval mode, and stays so."""
         with evaluating(model, self.beside) as state:
             place = self.job.seed, model, self.device, state, work
-            replica = Replica(*place, self.forwards, self.clock, self._of, self.step)
-            run_shard = partial(self.forwards.gathering(self._shard), model)
-            for loaded in map(self.forwards.begin, steps):
-                own: list[ShardOutput] = []
-                for shard, _, batch, num_rows in replica.rounds(loaded):
-                    if shard is None:
-                        replica.restore()  # all workers run the same blocks: it begins as their shards do
-                        with torch.no_grad():
-                            replica.run(None, run_shard, batch, 0)
-                        continue
-                    rows += num_rows
-                    is_tried = bool(self._over_batch) and self._batches.is_due(num_rows)
-                    less = self._batches.one_less(batch, num_rows) if is_tried else None
-                    try:
-                        with torch.no_grad():
-                            step_output, row = replica.run(shard, run_shard, batch, num_rows)
-                            with locating(self._of + location(shard)):
-                                self._update_states(step_output, num_rows, states.setdefault(shard.shard, {}))
-                            if self._over_batch:
-                                own.append(detached(step_output, shard))
-                    except (RuntimeError, ModelError) as error:
-                        replica.raise_advised(error, shard, self.job, self._size_key)
-                    if row is not None:
-                        sums[shard.shard, self._of_shards] += row
-                    if mixture is not None:
-                        sums[shard.shard, 2 * len(self._names) : -1] += self._by_source(mixture, shard, step_output)
-                    if is_tried:
-                        replica.restore()  # its errors are no trial's
-                        run = partial(replica.run, shard, self._output, model)
-                        own[-1] = self._batches.tried(run, less, own[-1])
-                    yield EvaluatedShard(shard, batch, step_output)
-                if self._over_batch:
-                    replica.restore()
-                    with torch.no_grad():
-                        replica.run_batch(loaded.step, self._measure_batch, own, loaded.whole, sums)
-                replica.restore()
-                yield StepEnd(loaded.step)
-            sums[0, -1] = rows
-            measured = self._measured(names, sums, states)
-        self.forwards.end()
-        yield measured
+            yield Replica(*place, self._forwards, self.clock, self.of, self.step)
 
-    def _by_source(self, mixture: Mixture, shard: Shard, step_output: StepOutput) -> torch.Tensor:
-        return as_tensor(row_of(self.measures.by_source(mixture, shard, step_output), self.device), self.device)
+    def run(
+        self,
+        replica: Replica,
+        steps: Iterator[LoadedStep],
+        mixture: Mixture | None = None,
+        rows_of: Mapping[str, bool] = NO_ROWS,
+    ) -> Generator[EvaluatedShard | StepEnd | Evaluated, None, None]:
+        """Yield each shard with rows of the steps, and the end of each step; at last the measurements.
+
+        Of a `mixture` these have the loss of each source, if rows have losses. `rows_of` says by path which outputs
+        have rows, as far as that is known. Every rank calls this, and takes all of it. Raises DataError if all
+        samples were set aside.
+        """
+        # A row for each shard: the order of additions does not depend on the workers. The last column counts rows.
+        assert replica.work is not None
+        mixture = mixture if self._has_loss else None
+        names = [*self._names, *(f"{LOSS_OF}{source}" for source in (mixture.names if mixture else ()))]
+        sums = torch.zeros(replica.work.split.shards, 2 * len(names) + 1, dtype=torch.float64, device=self.device)
+        states, rows, batches = dict[int, dict[str, Any]](), 0, WholeBatches(self.job.batch_dim, rows_of)
+        run_shard = partial(self._forwards.gathering(self._shard), replica.model)
+        for loaded in map(self._forwards.begin, steps):
+            own: list[ShardOutput] = []
+            for shard, _, batch, num_rows in replica.rounds(loaded):
+                if shard is None:
+                    replica.restore()  # all workers run the same blocks: it begins as their shards do
+                    with torch.no_grad():
+                        replica.run(None, run_shard, batch, 0)
+                    continue
+                rows += num_rows
+                try:
+                    with torch.no_grad():
+                        step_output, row = replica.run(shard, run_shard, batch, num_rows)
+                        with locating(self.of + location(shard)):
+                            self._update_states(step_output, states.setdefault(shard.shard, {}))
+                        if self.over_batch:
+                            own.append(detached(step_output, shard))
+                except (RuntimeError, ModelError) as error:
+                    replica.raise_advised(error, shard, self.job, self._size_key)
+                if row is not None:
+                    sums[shard.shard, self._of_shards] += row
+                if mixture is not None:
+                    of_sources = row_of(self.measures.by_source(mixture, shard, step_output), self.device)
+                    sums[shard.shard, 2 * len(self._names) : -1] += as_tensor(of_sources, self.device)
+                yield EvaluatedShard(shard, batch, step_output)
+            if self.over_batch:
+                replica.restore()
+                with torch.no_grad():
+                    replica.run_batch(loaded.step, self._measure_batch, own, loaded.whole, sums, batches)
+            replica.restore()
+            yield StepEnd(loaded.step)
+        sums[0, -1] = rows
+        measured = self._measured(names, sums, states)
+        self._forwards.end()
+        yield measured
 
     @torch.no_grad()
     def _measured(self, names: Sequence[str], sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> Evaluated:
@@ -216,20 +205,19 @@ class Evaluation:
             if has_peers():
                 dist.all_reduce(sums, group=everyone())
             *totals, rows = sums.sum(0).tolist()
-        if self._trial is not None:  # this was the first evaluation
-            self._trial.check()
-            self._trial = None
         if not rows:
-            of = self._of.rstrip(", ")
+            of = self.of.rstrip(", ")
             raise DataError(f"{of}: all samples were set aside, so there is nothing to measure")
         pairs = zip(names, totals[::2], totals[1::2], strict=True)
         weighed = [(name, total, weight) for name, total, weight in pairs if name != "loss" or weight != math.inf]
         weighed = [each for each in weighed if each[2] or each[0] in self._names]  # of a source: if it has a loss
-        means = {name: total / weight if weight else float("nan") for name, total, weight in weighed}
-        computed = self._computed(states)
-        if twice := means.keys() & computed.keys():
-            raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
-        return Evaluated({**means, **computed}, rows)
+        weighed.sort(key=lambda each: each[0] != "loss")  # the loss comes first
+        means = [(name, total / weight if weight else float("nan")) for name, total, weight in weighed]
+        metrics = dict(numbers := [*means, *self._computed(states)])
+        if len(metrics) < len(numbers):
+            twice = sorted(name for name, count in Counter(name for name, _ in numbers).items() if count > 1)
+            raise JobError(f"metrics: two give {', '.join(twice)}; rename one")
+        return Evaluated(metrics, rows)
 
     def _shard(self, model: nn.Module, batch: Any, rows: int) -> tuple[StepOutput, torch.Tensor | None]:
         """Return a shard's output and its row of sums; of 0 rows, as of a dummy batch, its output alone."""
@@ -247,27 +235,29 @@ class Evaluation:
         self.clock.enter(Part.OTHER)
         return step_output, row
 
-    def _output(self, model: nn.Module, batch: Any) -> StepOutput:
+    def output(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return the step's output for a batch, without metrics."""
         with autocast(self.job.precision, self.device):
             return run_step(self.step, model, batch)
 
-    def _measure_batch(self, own: Sequence[ShardOutput], whole: Shard, sums: torch.Tensor) -> None:
+    def _measure_batch(
+        self, own: Sequence[ShardOutput], whole: Shard, sums: torch.Tensor, batches: WholeBatches
+    ) -> None:
         """Add what sees the whole batch, weighed by rows, to the sums of own shards; every rank calls this."""
-        merged = merged_batch(own, self.device, self._batches)
+        merged = merged_batch(own, self.device, batches)
         if merged is None:
             return
         seed_of_batch(self.job.seed, whole, self.device)
-        for number, (name, function) in enumerate(self._over_batch.items(), 1):
+        for number, (name, function) in enumerate(self.over_batch.items(), 1):
             where = "the loss" if name == "loss" else f"metrics.{name}"
             with autocast(self.job.precision, self.device):
-                value = merged.measure(where, function, number == len(self._over_batch)).double()
+                value = merged.measure(where, function, number == len(self.over_batch)).double()
             place = 2 * self._names.index(name)
             for output in own:
                 sums[output.shard.shard, place] += value * output.shard.rows
                 sums[output.shard.shard, place + 1] += output.shard.rows
 
-    def _update_states(self, step_output: StepOutput, rows: int, own: dict[str, Any]) -> None:
+    def _update_states(self, step_output: StepOutput, own: dict[str, Any]) -> None:
         """Update the shard's own copies of the metrics with a state."""
         outputs, target = step_output.outputs, step_output.target
         for name, fresh in self._states.items():
@@ -278,25 +268,20 @@ class Evaluation:
                 if isinstance(outputs, torch.Tensor):
                     _moved(metric, outputs.device)
                 metric.update(outputs, target)
-        if self._trial is not None:
-            self._trial.take(step_output, rows)
 
-    def _computed(self, states: dict[int, dict[str, Any]]) -> dict[str, float]:
+    def _computed(self, states: dict[int, dict[str, Any]]) -> list[tuple[str, float]]:
         """Compute the metrics with a state, from the shards' states merged in shard order."""
         if not self._states:
-            return {}
+            return []
         if everyone() is not None:  # to be sent to workers that have other GPUs
             states = {at: {name: _moved(value, CPU) for name, value in own.items()} for at, own in states.items()}
         by_shard = {shard: own for theirs in gathered(states) for shard, own in theirs.items()}
-        measured: dict[str, float] = {}
+        measured: list[tuple[str, float]] = []
         for name in self._states:
             with reraise_as(f"metrics.{name}.merge_state"):
-                whole = merged(name, [by_shard[shard][name] for shard in sorted(by_shard)])
+                whole = merged([by_shard[shard][name] for shard in sorted(by_shard)])
             with reraise_as(f"metrics.{name}.compute"):
-                numbers = _named_numbers(name, whole.compute())
-            if twice := measured.keys() & numbers.keys():
-                raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
-            measured.update(numbers)
+                measured += _named_numbers(name, whole.compute()).items()
         return measured
 
 
@@ -305,14 +290,9 @@ def _moved(metric: Any, device: torch.device) -> Any:
     return metric.to(device) if hasattr(metric, "to") else metric
 
 
-def merged(name: str, metrics: Sequence[Any]) -> Any:
-    """Merge the metrics of all shards into one, in shard order; the first of them is changed.
-
-    Raises JobError if a state is a mean: it cannot be computed from the shards' means.
-    """
+def merged(metrics: Sequence[Any]) -> Any:
+    """Merge the metrics of all shards into one, in shard order; the first of them is changed."""
     first, *others = metrics
-    if others and _is_torchmetrics(first):
-        _check_means(name, metrics)
     if others and _is_torchmetrics(first) and first.full_state_update is not False:  # merge_state refuses it
         _put_together(first, others)
     else:
@@ -343,17 +323,6 @@ def _put_together(first: Any, others: Sequence[Any]) -> None:
     first._computed = None
 
 
-def _check_means(name: str, metrics: Sequence[Any]) -> None:
-    for state, how in metrics[0]._reductions.items():
-        if getattr(how, "__name__", "") == "dim_zero_mean":
-            values = [getattr(metric, state) for metric in metrics]
-            if not all(torch.equal(values[0], value) for value in values[1:]):
-                raise JobError(
-                    f"metrics.{name}: {type(metrics[0]).__qualname__} reduces its state {state!r} by a mean, which "
-                    "the means of several shards do not tell; keep a sum and a count in its place, or set shards to 1"
-                )
-
-
 # Metrics whose compute takes the states of several shards stacked, and returns the same as for one.
 # NormalizedRootMeanSquaredError's takes them too, and gives another value for more than two.
 STACKED = {
@@ -367,17 +336,19 @@ def check_merges(name: str, metric: Any) -> None:
         return
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(metric).__mro__}
     inner = [type(module).__qualname__ for module in metric.modules() if module is not metric and keeps_state(module)]
-    states = [state for state, how in metric._reductions.items() if how is None]
-    stacked = [state for state in states if not isinstance(getattr(metric, state), list)]
-    if stacked and not kinds & STACKED:
+    means = [state for state, how in metric._reductions.items() if getattr(how, "__name__", "") == "dim_zero_mean"]
+    apart = [state for state, how in metric._reductions.items() if how is None]
+    stacked = [state for state in apart if not isinstance(getattr(metric, state), list)]
+    kind = type(metric).__qualname__
+    if means:
+        says = f"reduces its state {means[0]!r} by a mean, which the means of several shards do not tell; keep a sum"
+        says = f"{says} and a count in its place"
+    elif stacked and not kinds & STACKED:
         says = f"has a state, {stacked[0]!r}, that those of several shards do not tell; give another metric"
     elif inner:
         says = f"wraps a metric ({inner[0]}), whose state it does not merge; give the {inner[0]} itself"
-    elif metric.dist_sync_on_step:
-        says = "has dist_sync_on_step, which no evaluation needs; leave it out"
     else:
         return
-    kind = type(metric).__qualname__
     own = f"a subclass of {kind} with a merge_state of its own"
     raise JobError(f"metrics.{name}: {kind} {says}, or {own}, or set shards to 1")
 

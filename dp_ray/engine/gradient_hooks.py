@@ -6,6 +6,7 @@ the result of a hook, like a clamp, would depend on how the batch is cut.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.world import gathered
 from dp_ray.errors import ModelError
-from dp_ray.text import counted
+from dp_ray.text import listed
 
 OF_GRADIENT, OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"  # torch's dicts of them, by number
 
@@ -25,14 +26,14 @@ class InEachBackward(functools.partial[Any]):
     """A hook of dp_ray's own, which is to be called in the backward of each shard."""
 
 
+@dataclass(frozen=True)
 class _OfBatch:
     """A hook of the user's in its place in torch's dict: a backward calls it in vain.
 
     So the user's handle still removes it.
     """
 
-    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
-        self.function = function
+    function: Callable[[torch.Tensor], Any]
 
     def __call__(self, _: torch.Tensor) -> None:
         """Do nothing."""
@@ -65,11 +66,7 @@ class ParameterHooks:
 
     def are_any(self) -> bool:
         """Return whether there are hooks to run."""
-        return bool(self.hooked) and any(map(_count, self.hooked.values()))
-
-    def are_on(self, parameter: torch.Tensor) -> bool:
-        """Return whether there are hooks on a parameter."""
-        return bool(self.hooked) and _count(parameter) > 0
+        return any(map(_count, self.hooked.values()))
 
     @torch.no_grad()
     def run(self, step: int) -> None:
@@ -86,26 +83,20 @@ class ParameterHooks:
                     what = f"step {step}: the hook of the gradient of {name}"
                     with reraise_as(what):
                         given = hook.function(parameter.grad if kind == OF_GRADIENT else parameter)
-                        _take(given, parameter, kind, what)
-        for parameter in self.hooked.values():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                # As sums over workers are: its numbers can then be changed in place.
-                parameter.grad = parameter.grad.coalesce()
+                        _take(given if kind == OF_GRADIENT else None, parameter, what)
 
     def check_same(self) -> None:
         """Raise ModelError if workers have other hooks than rank 0; every rank calls this.
 
         A forward that sets one has not run yet on a worker without rows.
         """
-        counts: list[dict[str, int]] = gathered({name: _count(parameter) for name, parameter in self.hooked.items()})
-        for rank, theirs in enumerate(counts):
-            for name in sorted({*theirs, *counts[0]}):
-                here, there = counts[0].get(name, 0), theirs.get(name, 0)
-                if here != there:
-                    raise ModelError(
-                        f"the gradient of {name} has {counted(here, 'hook')} on rank 0 and {there} on rank {rank}: "
-                        "set them where the model is made, so that all workers have the same"
-                    )
+        counts: list[dict[str, int]] = gathered({name: _count(self.hooked[name]) for name in self.hooked})
+        differ = {name for theirs in counts for name, count in theirs.items() ^ counts[0].items() if count}
+        if differ:
+            raise ModelError(
+                f"the gradient of {listed(sorted(differ))} has other hooks on some workers than on rank 0: set them "
+                "where the model is made, so that all workers have the same"
+            )
 
     def put_back(self) -> None:
         """Leave the hooks as the user has set them, to be called in each backward."""
@@ -140,16 +131,14 @@ def _count(parameter: torch.Tensor) -> int:
     return sum(isinstance(hook, _OfBatch) for hooks in _dicts_of(parameter) for hook in hooks.values())
 
 
-def _take(given: Any, parameter: nn.Parameter, kind: str, what: str) -> None:
+def _take(given: Any, parameter: nn.Parameter, what: str) -> None:
     """Take the gradient that a hook returned, in memory of its own, since clipping writes to it."""
-    gradient = parameter.grad
-    if given is None or (kind == OF_GRADIENT and given is gradient):
+    if given is None or given is parameter.grad:
         return
-    if kind == OF_PARAMETER:
-        raise ModelError(f"{what} returned a {type(given).__qualname__}; one that gets the parameter returns None")
-    if not isinstance(given, torch.Tensor) or given.shape != parameter.shape or given.dtype != parameter.dtype:
+    if not isinstance(given, torch.Tensor) or (given.shape, given.dtype) != (parameter.shape, parameter.dtype):
         is_tensor = isinstance(given, torch.Tensor)
         got = f"a {given.dtype} of size {list(given.shape)}" if is_tensor else f"a {type(given).__qualname__}"
         raise ModelError(f"{what} returned {got}, not None or a {parameter.dtype} of size {list(parameter.shape)}")
     is_dense = given.layout is torch.strided
-    parameter.grad = torch.empty_like(parameter).copy_(given) if is_dense else given.detach().clone()
+    # A sparse one is as sums over workers are: its numbers can be changed in place.
+    parameter.grad = torch.empty_like(parameter).copy_(given) if is_dense else given.detach().clone().coalesce()

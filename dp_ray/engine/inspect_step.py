@@ -1,11 +1,13 @@
 """Run shards of a step one by one, without an update, to find the row that spoils it.
 
 Begin at `StepInspection`. It finds the loss of each row, and the first module whose output or gradient is not finite.
+`InspectedPass` looks at each pass of a user's loop so, just before it runs; the loop itself runs as ever.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,26 +15,22 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import not_finite
-from dp_ray.engine.beside import modules_in
-from dp_ray.engine.buffers import NONE, on_copies
-from dp_ray.engine.eval_state import EvalState, evaluating
-from dp_ray.engine.gradient_hooks import InEachBackward, ParameterHooks
+from dp_ray.engine.buffers import modules_in, on_copies
+from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.loading import LoadedShard, LoadedStep
+from dp_ray.engine.loop_model import LoopModel, LoopPass, OfRows
 from dp_ray.engine.model import autocast
-from dp_ray.engine.out_of_memory import ShardSize, advised
-from dp_ray.engine.own_modes import has_own_modes, returning
 from dp_ray.engine.random import preserved
-from dp_ray.engine.reduce import ShardLoss
-from dp_ray.engine.replica import Replica
-from dp_ray.engine.rows import RowTrial
-from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
-from dp_ray.engine.user_code import location, reraise_as
-from dp_ray.engine.whole_batch import BatchLoss, shard_loss
+from dp_ray.engine.state import EvalState
+from dp_ray.engine.step import OnShard, StepOutput, weighted_sum
+from dp_ray.engine.trainer import Pass
+from dp_ray.engine.user_code import ShardSize, advised, location
+from dp_ray.engine.whole_batch import BatchLoss, MergedBatch
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.tensors.scatter import has_rows, scatter
-from dp_ray.tensors.tree import copied, flatten
+from dp_ray.tensors.tree import flatten
 
 
 class RowLosses(NamedTuple):
@@ -50,7 +48,6 @@ OWN = "what the loss returned for each row"
 MEANS = "the mean of what the loss returned for a row's elements"
 OF_OUTPUTS = "the loss of each row's outputs and target, one row at a time"
 OF_BATCH = "the norm of the gradient that the loss of the whole batch gives a row's outputs"
-ALONE = "each row run alone, with the model in eval mode: not the numbers of the step itself"
 OF_SHARD = "not known: the function returns the sum and weight of a shard"
 OF_ANY_FORM = "not known: not all that the collate gave are tensors with one row for each sample"
 
@@ -148,41 +145,16 @@ class NotFiniteFinder:
             self.gradient = ModulePlace(name, kind, what, self._shard)
 
 
-def inspection_of(
-    job: Job, model: nn.Module, step: Step, device: torch.device, trained: ShardLoss
-) -> "StepInspection":
-    """Return the inspection of the one pass that each step of a declared training is."""
-    trial = RowTrial(job, device, "", lambda text: None)  # the run itself has logged the notes
-    over_batch = trained.over_batch if isinstance(trained, BatchLoss) else None
-    loss = shard_loss(model, step, Metrics({}, job.batch_dim), job, device, trial, over_batch)
-    return StepInspection(job, model, device, loss, trained.beside, step)
-
-
 class StepInspection:
     """Runs the shards of a pass as the training does, with its seeds, buffers and modes, but makes no update.
 
-    `loss` runs a shard forward, and what it calls may write to the modules `beside` the model. `number` is that of
-    the step's pass. `step` is called for a row alone; without it, as in a loop of the user's, none is.
+    `number` is that of the step's pass.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        model: nn.Module,
-        device: torch.device,
-        loss: ShardLoss,
-        beside: Mapping[str, nn.Module] = NONE,
-        step: Step | None = None,
-        number: int = 0,
-    ) -> None:
-        self.model = model
-        self._beside = beside
-        self._job = job
-        self._step = step
+    def __init__(self, a_pass: Pass, number: int = 0) -> None:
+        self.model = a_pass.placement.model
+        self._pass, self._loss, self._job = a_pass, a_pass.loss, a_pass.placement.job
         self._number = number
-        self._device = device
-        self._loss = loss
-        self._hooks = ParameterHooks({name: param for name, param in model.named_parameters() if param.requires_grad})
 
     def find(self, step: Sequence[LoadedShard], whole: Shard, only: int | None = None) -> Findings:
         """Run forward and backward of a step's shards with rows; raise ModelError, naming it, for user errors.
@@ -205,82 +177,64 @@ class StepInspection:
 
     def prepare(self, step: Sequence[LoadedShard], whole: Shard) -> None:
         """Compute what the shards of a pass need from each other: the gradients of a loss over the batch."""
-        if not step:
+        if not step or not isinstance(self._loss, BatchLoss):
             return
         every = LoadedStep(whole.step, [part.shard for part in step], step, whole)
         size = ShardSize(step[0].shard.rows, whole.rows, self._job.num_shards)
-        with self._alone() as replica, advised(self._job, f"step {whole.step}", size):
-            self._loss.prepare(replica, every, lambda value, _: torch.ones_like(value), self._number, False)
+        with self.unchanged(), advised(self._job, f"step {whole.step}", size):
+            replica = self._pass.replica
+            self._loss.prepare(
+                replica, every, lambda value, _: torch.ones_like(value), self._number, self._pass.rows, False
+            )
 
-    def forward(self, loaded: LoadedShard) -> torch.Tensor:
-        """Return the sum of a shard's losses; the model stays as it is."""
-        with self._alone() as replica:
-            return self._run(replica, loaded)
-
-    def _run(self, replica: Replica, loaded: LoadedShard) -> torch.Tensor:
-        shard = loaded.shard
-        args = self._loss, copied(loaded.batch), shard.rows, shard.shard
-        loss: torch.Tensor = replica.run(shard, *args, number=self._number)
-        return loss
+    def forward(self, loaded: LoadedShard) -> None:
+        """Run a shard's forward; the model stays as it is."""
+        with self._pass.again(loaded, self._number):
+            pass
 
     def _shard(self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> ShardFindings:
         shard = loaded.shard
         size = ShardSize(shard.rows, batch_rows, self._job.num_shards)
-        before = finder.output
-        with self._alone() as replica, advised(self._job, location(shard), size):
-            with finder.forward(shard.shard):
-                loss = self._run(replica, loaded)
-            step_output = self._loss.result.step_output
+        before, around = finder.output, finder.forward(shard.shard)
+        with advised(self._job, location(shard), size), self._pass.again(loaded, self._number, around) as loss:
+            result = self._loss.result
             if isinstance(self._loss, BatchLoss):
                 norms = RowLosses(self._loss.row_norms(shard), OF_BATCH, float(self._loss.value or 0.0))
                 found = ShardFindings(loaded, norms, None)
             else:
-                losses = row_losses(
-                    self._job, self._step, self.model, copied(loaded.batch), step_output, shard.rows, self._device
-                )
-                assert self._loss.result.row is not None
-                total, weight, *_ = self._loss.result.row
+                assert result.row is not None
+                total, weight, *_ = result.row
+                losses = row_losses(self._job, result.step_output, shard.rows, self._pass.placement.world.device)
                 found = ShardFindings(loaded, losses, float(total) / float(weight) if weight else math.nan)
-            self._hooks.look()  # a training runs them on the whole batch's gradient
-            if self._loss.result.is_nothing:  # the weight is 0, so numbers that are not finite do not count
+            if result.is_nothing:  # the weight is 0, so numbers that are not finite do not count
                 finder.output = before
-                return found
-            with reraise_as(f"{location(shard)}: backward"):
+            else:
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return found
 
     @contextmanager
-    def _alone(self) -> Iterator[Replica]:
-        """Give a replica without other workers; after it, the model has its values of before, and no gradients."""
-        state = EvalState(self.model, self._beside, trusts_stamps=False)  # a training step may write `.data`
+    def unchanged(self) -> Iterator[None]:
+        """Run the block; then the model, and what is beside it, have the values and the gradients of before."""
+        state = EvalState(self.model, self._pass.state.beside)
+        held = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        for parameter, _ in held:
+            parameter.grad = None
         try:
-            yield Replica(self._job.seed, self.model, self._device, state)
+            with state.forward():
+                yield
             state.restore()
         finally:
             state.put_back()
-            self.model.zero_grad(set_to_none=True)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Run the block, then give the model its values of before, and no gradients."""
-        with self._alone() as replica, replica.state.forward():
-            yield
+            for parameter, gradient in held:
+                parameter.grad = gradient
 
 
 @torch.no_grad()
-def row_losses(
-    job: Job,
-    step: Step | None,
-    model: nn.Module,
-    batch: Any,
-    step_output: StepOutput,
-    rows: int,
-    device: torch.device,
-) -> RowLosses:
+def row_losses(job: Job, step_output: StepOutput, rows: int, device: torch.device) -> RowLosses:
     """Return the loss of each of a shard's `rows` rows, of the step's output for its batch.
 
-    If the loss is one number for the whole shard, it is computed again from each row's outputs and target, or, with a
-    step of the user's, on each row alone. Neither draws from the generators, nor changes buffers.
+    If the loss is one number for the whole shard, it is computed again from each row's outputs and target; a step of
+    the user's is not called again. This neither draws from the generators, nor changes buffers.
     """
     loss, compare = step_output.loss, step_output.compare
     if isinstance(loss, torch.Tensor) and loss.ndim:
@@ -289,50 +243,128 @@ def row_losses(
         at = next((place for place, length in enumerate(numbers.shape) if length == rows), None)
         by_row = numbers.reshape(rows, -1) if at is None else numbers.movedim(at, 0).reshape(rows, -1)
         return RowLosses(by_row.mean(1).tolist(), OWN if numbers.numel() == rows else MEANS)
-    if step is None:
+    if compare is None:
         return RowLosses([], OF_SHARD)
+    seen = (step_output.outputs, step_output.target)
+    if job.collate is not None and not all(has_rows(part, rows, job.batch_dim) for part in seen):
+        return RowLosses([], OF_ANY_FORM)
+    losses = []
     try:
         with preserved(device), autocast(job.precision, device):
-            compared = (step_output.outputs, step_output.target)
-            if job.collate is not None and not all(
-                has_rows(part, rows, job.batch_dim) for part in (compared if compare is not None else [batch])
-            ):
-                return RowLosses([], OF_ANY_FORM)
-            if compare is not None:
-                pairs = _by_row("the outputs have", compared, rows, job.batch_dim)
-                return RowLosses(_one_by_one(compare, lambda pair: compare(*pair), pairs), OF_OUTPUTS)
-            # A model's own `eval()` and `train()` may round its weights, of which the shard's backward is to come.
-            with (
-                on_copies({"": model}) if has_own_modes(model) else nullcontext(),
-                returning(model),
-                evaluating(model),
-            ):
-                batches = _by_row("the batch has", batch, rows, job.batch_dim)
-                losses = _one_by_one(step, lambda batch: run_step(step, model, batch).loss, batches)
-                return RowLosses(losses, ALONE)
-    except Exception as error:  # a user's loss or step may take no single row
+            pieces = scatter(seen, rows, job.batch_dim)
+            if len(pieces) != rows:
+                raise ModelError(f"the outputs have {len(pieces)} rows, and the shard has {rows}")
+            beside = modules_in("", compare)
+            for piece in pieces:
+                with on_copies(beside):  # no row changes a state that the loss has
+                    losses.append(_of_one_row(compare(*piece)))
+    except Exception as error:  # a user's loss may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
+    return RowLosses(losses, OF_OUTPUTS)
 
 
-def _by_row(what: str, tree: Any, rows: int, batch_dim: int) -> list[Any]:
-    pieces = scatter(tree, rows, batch_dim)
-    if len(pieces) != rows:
-        raise ModelError(f"{what} {len(pieces)} rows, and the shard has {rows}")
-    return pieces
-
-
-def _one_by_one(of: Any, loss_of: Callable[[Any], Any], rows: list[Any]) -> list[float]:
-    """Return the loss of each row; no row changes a state that the function `of` reaches."""
-    beside, means = modules_in("", of), []
-    for row in rows:
-        with on_copies(beside):
-            means.append(_mean(loss_of(row)))
-    return means
-
-
-def _mean(value: Any) -> float:
+def _of_one_row(value: Any) -> float:
     """Return the loss of one row; 0 where its weight is."""
     if isinstance(value, torch.Tensor) and not value.ndim:
         return float(value)  # of a single row, a mean is the row's loss
     total, weight = weighted_sum(value, 1, "the loss")
     return float(total) / float(weight) if float(weight) else float(total)
+
+
+class StepIsThrough(BaseException):
+    """A step that was run again is through; raised in the loop, which is not to go on."""
+
+
+Debug = Callable[[StepInspection, Findings, "InspectedPass"], None]
+
+
+@dataclass
+class PassFindings:
+    """A pass or a gather of a step: its `function`, the names of what it trains, and what was found in its shards.
+
+    `number` is that of its random numbers: all calls of a closure have the same. `rows` are those of its batch that
+    were not set aside; it is the loop's own if it `has_own_batch`. `loss` is the mean of the whole batch. A gather
+    trains nothing, and its findings name a place in what it has returned.
+    """
+
+    function: Any
+    of: list[str]
+    number: int
+    rows: int
+    has_own_batch: bool
+    findings: Findings
+    loss: float | None = None
+
+
+class InspectedModel(LoopModel):
+    """The model of a loop; while it `looks`, each pass and gather is noted in `found`, in the order of the calls.
+
+    `shard` is the one to look at; None for all. `debugs_in` is the place of a pass, and what is called before it
+    runs.
+    """
+
+    looks = False
+    shard: int | None = None
+    debugs_in: tuple[int, Debug] | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.found: list[PassFindings] = []
+        self._cut: LoadedStep | None = None
+
+    def new_pass(self, *args: Any) -> LoopPass:
+        """Return a pass that is looked at."""
+        return InspectedPass(self, *args)
+
+    def cut(self, loaded: LoadedStep, batch: Any) -> LoadedStep:
+        """Note that the batch is the loop's own."""
+        self._cut = super().cut(loaded, batch)
+        return self._cut
+
+    def gather(self, function: OfRows, loaded: LoadedStep, number: int) -> MergedBatch | None:
+        """Note the call, and where what it returns is not finite."""
+        found = super().gather(function, loaded, number)
+        if self.looks:
+            place = None if found is None else not_finite(found.outputs) or None
+            self.note(function, [], number, loaded, Findings([], None, place, None, None))
+        return found
+
+    def note(self, function: Any, of: list[str], number: int, loaded: LoadedStep, findings: Findings) -> None:
+        """Note what was found in a pass or a gather."""
+        own, rows = loaded is self._cut, sum(part.shard.rows for part in loaded.loaded)
+        self.found.append(PassFindings(function, of, number, rows, own, findings))
+
+
+class InspectedPass(LoopPass):
+    """A pass of which each shard first runs alone, so that its losses and what is not finite are seen."""
+
+    def __init__(self, model: InspectedModel, modules: Sequence[nn.Module], *args: Any) -> None:
+        super().__init__(model, modules, *args)
+        self._inspected, self._of = model, model.names_of(modules)
+
+    def run(self, loaded: LoadedStep, on_shard: OnShard | None = None, number: int = 0) -> None:
+        """Look at the shards, then run them."""
+        model = self._inspected
+        if model.looks and self.optimizer_step.trained:
+            self._look(loaded, number)
+        super().run(loaded, on_shard, number)
+
+    def call_by(self, call: Callable[..., Any]) -> None:
+        """Have the loop's function be called by another one, which gets it and a shard's batch."""
+        self.function = partial(call, self.function)
+
+    def _look(self, loaded: LoadedStep, number: int) -> None:
+        model, look = self._inspected, StepInspection(self, number=number)
+        filled = [part for part in loaded.loaded if part.shard.rows]
+        findings = look.find(filled, loaded.whole, model.shard)
+        if model.debugs_in is not None and model.debugs_in[0] == len(model.found):
+            model.debugs_in[1](look, findings, self)
+            raise StepIsThrough
+        model.note(self.function, self._of, number, loaded, findings)
+
+    def finish(self, weight: Any, loaded: LoadedStep, is_empty: bool) -> None:
+        """Note the mean loss of the whole batch."""
+        if self._inspected.looks and self._inspected.found:
+            total, weights, *_ = self.stats.total().tolist()
+            self._inspected.found[-1].loss = total / weights if weights else float("nan")
+        super().finish(weight, loaded, is_empty)

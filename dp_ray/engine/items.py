@@ -172,10 +172,6 @@ def split_passthrough(batch: Any, indices: Indices) -> tuple[Any, dict[str, list
     return batch.batch, batch.carried.columns(indices.tolist())
 
 
-ReadColumns = Callable[[Sequence[int], Sequence[str] | None], Any]
-ReadBeside = Callable[[Sequence[int], Sequence[str] | None, Sequence[str]], Any]
-
-
 @dataclass(frozen=True)
 class SampleReader:
     """The samples of a dataset, whose errors name the sample and the dataset.
@@ -255,32 +251,30 @@ class ColumnSlice(NamedTuple):
 
 
 class WholeColumns(NamedTuple):
-    """A cutter of batches of the keys that a job takes; keys to `carry` come beside it, from `read_beside`."""
+    """A cutter of batches from a dataset's columns: of the keys that a job takes, and those to `carry`."""
 
-    read: ReadColumns
+    dataset: Any
     keys: ItemKeys | None
     carry: tuple[str, ...] = ()
-    read_beside: ReadBeside | None = None
 
     def cut(self, indices: Sequence[int]) -> ColumnSlice | None:
         """Return the batch of these samples; None if they must be read as items, whose errors name the sample."""
-        names = None if self.keys is None else self.keys.names
+        names, carried = None if self.keys is None else self.keys.names, None
         try:
-            if self.read_beside is not None:
-                read = self.read_beside(indices, names, self.carry)
-                if read is None:
-                    return None
-                columns, items = read
+            if not self.carry:
+                columns = self.dataset.read_columns(indices, names)
+            elif (both := self.dataset.read_columns_beside(indices, names, self.carry)) is not None:
+                columns, items = both
                 rows = [passthrough_of(item, self.carry) for item in items]
                 carried = PassthroughColumns(self.carry, dict(zip(indices, rows, strict=True)))
-                return ColumnSlice(PassthroughBatch(self._picked(columns), carried))
-            columns = self.read(indices, names)
+            else:
+                return None
+            if columns is None:
+                return None
+            batch = columns if self.keys is None else self.keys.pick(columns)
         except Error:
             return None
-        return None if columns is None else ColumnSlice(self._picked(columns))
-
-    def _picked(self, columns: Any) -> Any:
-        return columns if self.keys is None else self.keys.pick(columns)
+        return ColumnSlice(batch if carried is None else PassthroughBatch(batch, carried))
 
 
 def whole_columns(job: Job, dataset: Any, keys: ItemKeys | None) -> WholeColumns | None:
@@ -288,9 +282,8 @@ def whole_columns(job: Job, dataset: Any, keys: ItemKeys | None) -> WholeColumns
 
     A job that carries values reads items, if the dataset cannot give them beside the columns.
     """
-    read, beside = getattr(dataset, "read_columns", None), getattr(dataset, "read_columns_beside", None)
-    if read is None or job.collate is not None or job.batch_dim:
+    carry = passthrough_keys(job)
+    if job.collate is not None or job.batch_dim:
         return None
-    if carry := passthrough_keys(job):
-        return None if beside is None else WholeColumns(read, keys, carry, beside)
-    return WholeColumns(read, keys)
+    has = hasattr(dataset, "read_columns_beside" if carry else "read_columns")
+    return WholeColumns(dataset, keys, carry) if has else None

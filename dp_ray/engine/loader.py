@@ -1,6 +1,7 @@
 """Torch's DataLoader of one worker: it reads the user's samples and collates them. Begin at `make_loader`.
 
-Most of this runs in the loader's processes, if there are any. `next_batch` raises in the worker what they sent.
+Most of this runs in the loader's processes, if there are any. `TimedLoader` gives the worker the batches, or raises
+what the processes sent. They begin and end as a run needs them: `started_loader`, `begin_process` and `Watch`.
 """
 
 import dataclasses
@@ -8,37 +9,85 @@ import functools
 import io
 import multiprocessing
 import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, queues, resource_tracker
 from multiprocessing.context import BaseContext, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from dp_ray.engine.bad_samples import HungRead, ReadLimit, Reference, Screen, end_loader_process
-from dp_ray.engine.inside import inside
+from dp_ray.engine.bad_samples import ReadLimit, Reference, Screen
+from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.items import ColumnSlice, SampleReader, WholeColumns, collate_passthrough
-from dp_ray.engine.objects import part_that_fails
-from dp_ray.engine.random import OwnGenerator, SampleSeeds, own_generators, preserved, seed_all, seed_own
-from dp_ray.engine.timed_loader import StepTimes, TimedLoader, begin_process
-from dp_ray.engine.user_code import loader_ended_error, reraise_as
-from dp_ray.engine.world import CPU
+from dp_ray.engine.random import OwnGenerator, SampleSeeds, inside, own_generators, preserved, seed_all, seed_own
+from dp_ray.engine.ship import part_that_fails
+from dp_ray.engine.user_code import error_text, loader_ended_error, reraise_as
+from dp_ray.engine.world import CPU, show_alone
 from dp_ray.errors import DataError, Error, JobError, frames_of
 from dp_ray.job.job import Job
-from dp_ray.job.samples import IndexLists, Indices, ReadRequest, look_ahead, order_of
+from dp_ray.job.samples import IndexLists, ReadRequest, look_ahead, order_of
 from dp_ray.job.targets import bound
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
-from dp_ray.tensors.tree import bare_tensors, flatten, map_leaves, unflatten, with_tensors
+from dp_ray.system.linux import end_with
+from dp_ray.system.process import importing_from_here, patched
+from dp_ray.system.threads import SIGNALS, if_longer
+from dp_ray.tensors.tree import map_leaves
 from dp_ray.text import listed
+
+T = TypeVar("T")
+_handling: Any = signal_handling  # Any, as its functions are torch's in C
 
 LOOKS = 32
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
+
+
+class StepTimes:
+    """The seconds of one worker's loop, in parts.
+
+    `data_wait` is how long the loop waited for its next batch. `load` is how long reading and collating took: in the
+    worker itself, or in its loader processes, all of them together. `clock` splits the steps into parts.
+    """
+
+    def __init__(self, clock: StepClock | None = None) -> None:
+        self.clock = clock or StepClock()
+        self.data_wait = 0.0
+        self.load = 0.0
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Begin the loop and its first step now: the time before counts nowhere."""
+        self._began = time.perf_counter()
+        self.clock.restart()
+
+    def waiting(self, batches: Iterator[T]) -> Generator[T, None, None]:
+        """Yield the same batches; the wait for each is added to `data_wait`. Closing it ends `batches` too."""
+        end: Any = object()
+        while True:
+            began, before = time.perf_counter(), self.clock.enter(Part.DATA_WAIT)
+            batch = next(batches, end)
+            self.clock.enter(before)
+            self.data_wait += time.perf_counter() - began
+            if batch is end:
+                return
+            yield batch
+
+    def to_json(self) -> dict[str, float]:
+        """Return the times as a result shows them; `loop_seconds` is the whole time since the loop began."""
+        seconds = {"loop": time.perf_counter() - self._began, "data_wait": self.data_wait, "load": self.load}
+        return {f"{name}_seconds": round(value, 6) for name, value in seconds.items()}
 
 
 class Read(NamedTuple):
@@ -70,7 +119,6 @@ class Samples(Dataset[Any]):
     def __post_init__(self) -> None:
         self.dataset = self.reader.dataset
         self._tells = callable(getattr(self.dataset, "set_epoch", None))
-        self._is_bare = self.screen is None and self.reader.keys is None and not self.reader.carry
         self._seeds: SampleSeeds | None = None
         self._looks = 0  # after how many more requests to look for generators that are new
 
@@ -108,10 +156,8 @@ class Samples(Dataset[Any]):
             items = failed = None
             self._seeds.begin()
             try:
-                if self._seeds.drawn:
-                    items = self._each(wanted, self._seeds)
-                else:
-                    items = self.reader.whole(wanted.indices) if self._is_bare else self._read(wanted, wanted.indices)
+                drawn = self._seeds.drawn
+                items = self._each(wanted, self._seeds) if drawn else self._read(wanted, wanted.indices)
             except Error as error:  # what was drawn before it was seeded may have led to it
                 failed = error
             has_learnt = self._seeds.learn()
@@ -167,7 +213,7 @@ def make_loader(
     pieces: Pieces,
     device: torch.device,
     collate: Callable[[list[Any]], Any] | None = None,
-) -> TimedLoader:
+) -> "TimedLoader":
     """Start torch's DataLoader of these pieces, by default with the job's collate."""
     loader, processes, screen = job.loader, num_processes(job), samples.screen
     order = order_of(job, samples.dataset)
@@ -190,7 +236,8 @@ def make_loader(
         worker_init_fn=begin_process,
     )
     try:
-        return TimedLoader(made, samples.times, getattr(samples.dataset, "stop_reading_ahead", None))
+        at_end = getattr(samples.dataset, "stop_reading_ahead", None)
+        return TimedLoader(made, samples.times, None if screen is None else screen.limit, at_end)
     except Exception:
         if processes:
             _check_can_be_sent(made.multiprocessing_context or multiprocessing.get_context(), samples, collate)
@@ -229,19 +276,15 @@ def _check_can_be_sent(context: BaseContext, samples: Samples, collate: Any) -> 
     finally:
         set_spawning_popen(None)
     for what, name, part, error in found:
-        if isinstance(part, FunctionType):
+        part_of, kind = f"{what}'s attribute {name}" if name else what, type(part)
+        of_module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        advice = "open it where it is used first, as in __getitem__, so that each process has its own"
+        if kind is FunctionType:
             advice = "give a function that has a name in a module, or set loader.context: fork"
-        else:
-            advice = "open it where it is used first, as in __getitem__, so that each process has its own"
-        part_of = f"{what}'s attribute {name}" if name else what
-        kind = (
-            type(part).__qualname__
-            if type(part).__module__ == "builtins"
-            else f"{type(part).__module__}.{type(part).__qualname__}"
-        )
         raise JobError(
             f"loader.context: {context.get_start_method()} pickles the dataset and the collate for each process, and "
-            f"{part_of}, a {kind}, cannot be pickled: {type(error).__name__}: {error}; {advice}"
+            f"{part_of}, a {of_module}{kind.__qualname__}, cannot be pickled: {type(error).__name__}: {error}; "
+            f"{advice}"
         ) from error
 
 
@@ -274,12 +317,12 @@ def opened_in(dataset: Any) -> list[str]:
                 if value.readable() and value.seekable():
                     found.setdefault(value.fileno(), f"{path} ({getattr(value, 'name', kind.__qualname__)})")
         elif kind.__qualname__ in CONNECTIONS.get(module, ()):
-            found[id(value)] = f"{path} (a {module}.{kind.__qualname__})"
+            found[id(value)] = f"{path} ({kind.__qualname__})"
     return list(found.values())
 
 
-# Classes whose objects hold a file or a connection that is not to be used after a fork.
-CONNECTIONS = {"sqlite3": ("Connection",), "h5py": ("File", "Group", "Dataset"), "lmdb": ("Environment",)}
+# Classes whose objects hold a file or a connection that is not to be used after a fork; that of lmdb has no module.
+CONNECTIONS = {"sqlite3": ("Connection",), "h5py": ("File", "Group", "Dataset"), "builtins": ("Environment",)}
 
 
 def num_processes(job: Job) -> int:
@@ -306,26 +349,10 @@ def _collate_along(items: list[Any], batch_dim: int) -> Any:
 
 
 class Collated(NamedTuple):
-    """The seconds of reading and collating; and the samples' indices, and their batch."""
+    """The seconds of reading and collating; and the samples' indices, and their batch, or an error in their place."""
 
     seconds: float
-    read: tuple[Indices, Any]
-
-    def pin_memory(self) -> "Collated":
-        """Return it in pinned memory; torch's loader, which would walk all tuples around the batch, calls this."""
-        indices, batch = self.read
-        if type(batch) is torch.Tensor:  # as most of a prediction
-            return Collated(self.seconds, (indices, batch.pin_memory()))
-        if (bare := bare_tensors(batch)) is not None:
-            return Collated(self.seconds, (indices, with_tensors(batch, [tensor.pin_memory() for tensor in bare])))
-        parts, spec = flatten(batch, is_whole=_can_pin)
-        pinned = unflatten(spec, [part.pin_memory() if _can_pin(part) else part for part in parts])
-        return Collated(self.seconds, (indices, pinned))
-
-
-def _can_pin(node: Any) -> bool:
-    """Return whether it is a tensor, or an object that puts its tensors into pinned memory itself."""
-    return hasattr(node, "pin_memory") and not isinstance(node, type)
+    read: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,20 +370,23 @@ class Collate:
     own: Sequence[OwnGenerator] = ()
 
     def __call__(self, read: Read) -> Collated:
-        """Return the batch; in a loader process, an error may be in its place."""
+        """Collate what was read; in a loader process, an error goes in its place."""
         began = time.perf_counter()
         wanted, items, seconds = read
-        indices = np.asarray(wanted.indices, np.int64)
-        try:
-            if isinstance(items, LoaderError | ColumnSlice):
-                batch = items if isinstance(items, LoaderError) else items.batch
-            elif self.screen is None:
-                batch = self._seeded(wanted, items)
-            else:
-                batch = self.screen.collate(items, wanted.indices, functools.partial(self._seeded, wanted))
-        except Error as error:
-            batch = loader_error(error)
-        return Collated(seconds + time.perf_counter() - began, (indices, batch))
+        result = items
+        if not isinstance(items, LoaderError):
+            try:
+                result = np.asarray(wanted.indices, np.int64), self._batch(wanted, items)
+            except Error as error:
+                result = loader_error(error)
+        return Collated(seconds + time.perf_counter() - began, result)
+
+    def _batch(self, wanted: ReadRequest, items: Any) -> Any:
+        if isinstance(items, ColumnSlice):
+            return items.batch
+        if self.screen is None:
+            return self._seeded(wanted, items)
+        return self.screen.collate(items, wanted.indices, functools.partial(self._seeded, wanted))
 
     def _seeded(self, wanted: ReadRequest, items: Any) -> Any:
         if self.seed is not None:
@@ -389,36 +419,217 @@ def loader_error(error: Error) -> LoaderError:
     return LoaderError(error, frames_of(error))
 
 
-def next_batch(loader: Iterator[Any], limit: ReadLimit | None = None) -> tuple[Indices, Any] | HungRead:
-    """Return the next batch; raise what a loader process sent in its place, or DataError if one has ended.
-
-    With a limit, return a read that hangs in its place; the process that reads is ended.
-    """
-    while True:
-        try:
-            indices, batch = next(loader)
-            break
-        except RuntimeError as error:
-            if "cannot pin" in str(error):
-                what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
-                raise DataError(f"{what}; set loader.pin_memory: false") from error
-            if limit is None or "DataLoader timed out" not in str(error):
-                raise
-        except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
-            raise loader_ended_error() from error
-        if (hung := limit.hung()) is not None:
-            end_loader_process(hung.pid)
-            return hung
-    if not isinstance(batch, LoaderError):
-        return indices, batch
-    if batch.frames:
-        batch.error.add_note(batch.frames)
-    raise batch.error
-
-
 def new_screen(job: Job, reader: SampleReader, reference: Reference | None = None) -> Screen:
     """Make a screen for what a reader reads; the job must have `on_error`."""
     assert job.on_error is not None
     seconds = job.on_error.timeout
     limit = None if seconds is None else ReadLimit(seconds, num_processes(job))
     return Screen(reader, job.on_error.finite, job.collate is not None, limit, reference)
+
+
+class TimedLoader(Iterator[Any]):
+    """The batches of a DataLoader that gives each after the seconds it took, which are added to `load`.
+
+    It is no generator: after an error of the DataLoader, the next batch can be asked for. With a `limit`, a read that
+    hangs takes the place of its batch, and the process that reads is ended. Use it in a `with` block, whose end calls
+    `at_end` and ends the DataLoader's processes.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        times: StepTimes,
+        limit: ReadLimit | None = None,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        self._batches = started_loader(loader)
+        self._watch = Watch(self._batches) if isinstance(self._batches, _MultiProcessingDataLoaderIter) else None
+        self._times = times
+        self._limit = limit
+        self._at_end = at_end
+
+    def __enter__(self) -> "TimedLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._at_end is not None:
+            self._at_end()
+        if self._watch is not None:
+            self._watch.end()
+
+    def __next__(self) -> Any:
+        """Return the next batch; raise what a process sent in its place, or DataError if one has ended at work."""
+        while True:
+            try:
+                seconds, read = next(self._batches)
+                break
+            except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+                is_late = "DataLoader timed out" in str(error)  # so are others who wait no longer
+                if self._watch is not None and (ended := self._watch.ended(0.0 if is_late else END_SECONDS)):
+                    raise loader_ended_error(ended.pid, ended.exitcode) from None
+                if "cannot pin" in str(error):
+                    what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
+                    raise DataError(f"{what}; set loader.pin_memory: false") from error
+                if not isinstance(error, RuntimeError):  # its tensor was to be fetched from a process
+                    raise loader_ended_error() from error
+                if self._limit is None or not is_late:
+                    raise
+            if (hung := self._limit.hung()) is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(hung.pid, signal.SIGKILL)
+                if self._watch is not None:
+                    self._watch.ended(END_SECONDS)
+                return hung
+        self._times.load += seconds
+        if isinstance(read, LoaderError):
+            if read.frames:
+                read.error.add_note(read.frames)
+            raise read.error
+        return read
+
+
+END_SECONDS = 1.0  # how long a process may take to end by itself, once its data is not needed
+LOOK_SECONDS = 5.0  # after which a process is checked: a child of it that lives on may hide its end
+
+
+class _EndOfFile:
+    """In place of a batch: what unpacks it gets the end of a file."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise EOFError
+
+
+class Watch:
+    """A thread that waits for the end of a loader's processes; use `end` to end them.
+
+    If one ends in the midst of its work, all end, and a reader that waits for them reads the end of a file: also in
+    the midst of a batch, or for a lock that the process held. So the error is raised where the next batch is awaited,
+    in any thread. The handler of a signal, as torch's, raises wherever the main thread is.
+    """
+
+    def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:
+        self._batches = batches
+        self._processes: list[Any] = batches._workers
+        self._ended: Any = None
+        self._has_ended = threading.Event()
+        if batches._pin_memory:  # its thread may take a batch from a process that is killed meanwhile
+            thread: Any = batches._pin_memory_thread
+            tells, ends = thread._invoke_excepthook, EOFError | OSError
+            thread._invoke_excepthook = lambda args: None if isinstance(sys.exc_info()[1], ends) else tells(args)
+        self._thread = threading.Thread(target=self._wait, name="end of the loader's processes", daemon=True)
+        self._thread.start()
+
+    def ended(self, seconds: float) -> Any:
+        """Return the process that ended in the midst of its work; None if none has within so many seconds."""
+        return self._ended if self._has_ended.wait(seconds) else None
+
+    def _wait(self) -> None:
+        sentinels = [process.sentinel for process in self._processes]
+        while True:
+            connection.wait(sentinels, LOOK_SECONDS)
+            if self._batches._shutdown:  # by `end`, or by torch after the last batch
+                return
+            if ended := [process for process in self._processes if process.exitcode is not None]:
+                break
+        self._ended = ended[0]
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._has_ended.set()
+        batches: Any = self._batches
+        if batches._pin_memory:  # its thread reads the pipe then, and hands on
+            batches._data_queue.put(_EndOfFile())
+        batches._worker_result_queue._writer.close()
+
+    def end(self) -> None:
+        """End the processes, also in the midst of a read.
+
+        This is not left to torch: the frames of an error hold the iterator. Once only the garbage collector finds it,
+        the queue through which torch would end its processes is closed already, and torch waits for each for 5 s.
+        """
+        batches: Any = self._batches
+        if self._has_ended.is_set() and not batches._shutdown:
+            batches._shutdown = True  # torch's way would wait for a lock that the process may have held
+            _handling._remove_worker_pids(id(batches))
+            for queue in batches._index_queues:
+                queue.cancel_join_thread()
+                queue.close()
+        with if_longer(END_SECONDS, lambda: [process.terminate() for process in self._processes]):
+            batches._shutdown_workers()
+        self._thread.join(END_SECONDS)
+
+
+def started_loader(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the loader, and return its batches; its processes hold signals back until `begin_process`.
+
+    They find the modules of the job where this process found them: one that is not forked gets a copy of sys.path.
+    """
+    if not loader.num_workers:
+        return iter(loader)
+    context: Any = loader.multiprocessing_context or multiprocessing
+    with importing_from_here(), _unknown_to_torchs_handler():
+        if context.get_start_method() == "forkserver":
+            return iter(loader)  # a server would hold them back from all that is ever forked from it
+        resource_tracker.ensure_running()  # before signals are blocked: it lets them through when it starts
+        # Until `begin_process`, a signal for the whole group would end the process.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_STARTING = threading.Lock()
+
+
+@contextmanager
+def _unknown_to_torchs_handler() -> Iterator[None]:
+    """Within the block, torch sets no handler for SIGCHLD, and one that is there gets to know no process.
+
+    It raises in the main thread, wherever that is: in the user's code, or while Python starts a thread. If other code
+    starts a DataLoader meanwhile, torch finds its ended processes by its check every 5 s.
+    """
+    know = _handling._set_worker_pids
+    with (
+        _STARTING,
+        patched(_handling, _set_worker_pids=lambda loader, _: know(loader, ()), _set_SIGCHLD_handler=lambda: None),
+    ):
+        yield
+
+
+def begin_process(process: int) -> None:
+    """Ignore, in a loader's process, signals for the whole group that stop a run, but not torch's that ends it.
+
+    The user's code sees the same world as elsewhere, of one process.
+    A terminal's Ctrl-C, and the SIGTERM or SIGUSR2 of `timeout` or of a batch system, go to all processes of a group.
+    They are a planned stop of the run, whose current step still needs what this process reads.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
+    show_alone("fake")  # torch's backend without threads: its collectives work for one process
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # drops one that was held back
+    torch._C._set_worker_signal_handlers()
+    queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    info: Any = get_worker_info()
+    screen = info and info.dataset.screen  # of Samples
+    if screen is not None and screen.limit is not None:
+        screen.limit.arm(process)
+
+
+def _send_instead(queue: Any, error: Exception, put: Any) -> None:
+    """Send, from a loader's process, an error in place of a batch that cannot be sent: the worker waits for it.
+
+    A thread of the queue pickles the batch and shares its tensors' memory. Python only has it print the error.
+    """
+    match put:
+        case int(number), (float(seconds), _):
+            says = error_text("sending a batch from the loader's process to the worker", error)
+            queue.put((number, (seconds, LoaderError(DataError(says), ""))))
+        case _:  # a queue of the user's
+            traceback.print_exception(error)

@@ -21,13 +21,11 @@ from dp_ray.engine.bad_samples import BadSample, HungRead, Quarantine, Reference
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.host_copy import entered, side_stream
 from dp_ray.engine.items import PassthroughBatch, SampleReader, item_keys, passthrough_keys, whole_columns
-from dp_ray.engine.loader import Pieces, Samples, collate_of, make_loader, new_screen, next_batch
-from dp_ray.engine.out_of_memory import ShardSize, advised
+from dp_ray.engine.loader import Pieces, Samples, StepTimes, collate_of, make_loader, new_screen
 from dp_ray.engine.packing import packed_dataset
 from dp_ray.engine.random import preserved, seed_all
 from dp_ray.engine.step import ModelInputs
-from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.user_code import locating, location
+from dp_ray.engine.user_code import ShardSize, advised, locating, location
 from dp_ray.engine.world import CPU
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
@@ -166,8 +164,7 @@ def _read(
 
     `pieces` gives them from the first one on, for the loader. A loader whose process hangs in a read is replaced.
     """
-    screen, num_read = samples.screen, 0
-    limit = None if screen is None else screen.limit
+    num_read = 0
     piece = next(due, None)
     while piece is not None:
         left = functools.partial(_filled, pieces, num_read)
@@ -176,15 +173,15 @@ def _read(
                 if not piece.rows:
                     yield LoadedShard(piece, *NOTHING)
                 else:
-                    read = next_batch(loader, limit)
+                    read = next(loader)
                     if isinstance(read, HungRead):
                         break
                     num_read += 1
                     yield LoadedShard(piece, *read)
                 piece = next(due, None)
         if piece is not None:
-            assert screen is not None and isinstance(read, HungRead)
-            screen.pass_over(read)  # the next loader copies the screen to its processes as it starts
+            assert samples.screen is not None
+            samples.screen.pass_over(read)  # the next loader copies the screen to its processes as it starts
 
 
 def _filled(pieces: Pieces, first: int) -> Iterator[Shard]:
@@ -258,14 +255,13 @@ def check_rows(job: Job, inputs: Any, piece: Shard) -> None:
         got = num_rows(inputs, job.batch_dim)
     except DataError as error:
         raise DataError(f"{named} of step {piece.step} cannot be cut: {error}; {must}") from None
-    if got is None and piece.shard < 0:
-        what = f"{sizes(inputs)}, without tensors or arrays that could be cut"
-        raise DataError(f"{named} of step {piece.step} has {piece.rows} rows, but collate gave {what:.300}; {must}")
-    if got is not None and got != piece.rows:
-        raise DataError(
-            f"{named} of step {piece.step} has {piece.rows} rows, but collate gave {got} along dimension "
-            f"{job.batch_dim}: {sizes(inputs)}; {must}"
-        )
+    if got == piece.rows or (got is None and piece.shard >= 0):
+        return
+    gave = f"{sizes(inputs)}"[:300]
+    what = f"{gave}, without tensors or arrays that could be cut"
+    if got is not None:
+        what = f"{got} along dimension {job.batch_dim}: {gave}"
+    raise DataError(f"{named} of step {piece.step} has {piece.rows} rows, but collate gave {what}; {must}")
 
 
 def _scattered(
@@ -327,34 +323,20 @@ def _next(
 
 
 NOTHING: tuple[Indices, None] = (np.empty(0, np.int64), None)  # a batch without rows
-AT_ONCE = 4096  # positions whose samples are computed at once: for one small shard numpy's overhead would dominate
-REMEMBERED = 256  # times so many positions: a loader asks for a shard long before its step does
 
 
 class Skipping:
     """A function of a shard that leaves out the samples of the job's `skip`: their positions are missing from it."""
 
     def __init__(self, job: Job, dataset: Any) -> None:
-        self._samples = np.array(job.skipped, np.int64)
-        self._order = order_of(job, dataset) if job.skipped else None
-        self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._skipped)
+        self._samples, self._order = np.array(job.skipped, np.int64), order_of(job, dataset)
 
     def __call__(self, shard: Shard) -> Shard:
         """Return the shard without what is skipped."""
-        if self._order is None or shard.start == shard.stop:
-            return shard
-        blocks = range(shard.start // AT_ONCE, (shard.stop - 1) // AT_ONCE + 1)
-        skipped = (at for block in blocks for at in self._remembered(shard.epoch, block))
-        missing = tuple(at for at in skipped if shard.start <= at < shard.stop)
+        order = dataclasses.replace(self._order, epoch=shard.epoch)
+        skipped = np.isin(order.indices(shard.start, shard.stop), self._samples)
+        missing = tuple((np.flatnonzero(skipped) + shard.start).tolist())
         return dataclasses.replace(shard, missing=missing) if missing else shard
-
-    def _skipped(self, epoch: int, block: int) -> list[int]:
-        """Return the positions of what is skipped, among those of a block of an epoch's order."""
-        assert self._order is not None
-        start, order = block * AT_ONCE, dataclasses.replace(self._order, epoch=epoch)
-        samples = order.indices(start, min(len(order), start + AT_ONCE))
-        positions: list[int] = (np.flatnonzero(np.isin(samples, self._samples)) + start).tolist()
-        return positions
 
 
 def on_device(
@@ -434,11 +416,12 @@ def find_reference(job: Job, dataset: Any, name: str) -> Reference:
     reader = SampleReader(dataset, name, item_keys(job))
     samples = Samples(reader, job.seed, screen=new_screen(job, reader))
     tried = min(len(samples), CANDIDATES + job.on_error.quarantine)
-    skipping = Skipping(job, dataset)
 
     def singly() -> Iterator[Shard]:
-        every = (skipping(Shard(-1, -1, at, at + 1)) for at in range(len(samples)))
-        return itertools.islice((step for step in every if step.rows), tried)
+        every: Iterator[Shard] = (Shard(-1, -1, at, at + 1) for at in range(len(samples)))
+        if job.skipped:
+            every = filter(attrgetter("rows"), map(Skipping(job, dataset), every))
+        return itertools.islice(every, tried)
 
     good: list[tuple[int, Any]] = []
     why = ""

@@ -6,9 +6,9 @@ gradients summed with others'; so before each pass all compare what they are abo
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from dp_ray.engine.clock import StepClock
 from dp_ray.engine.devices import mixed_devices
 from dp_ray.engine.loading import LoadedShard, LoadedStep
 from dp_ray.engine.model import autocast
-from dp_ray.engine.out_of_memory import batch_hint
 from dp_ray.engine.placement import Placement
-from dp_ray.engine.reduce import ShardLoss, leaves_of
+from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.step import Metrics, OnShard, StepOutput
+from dp_ray.engine.step import Metrics, OnShard, StepOutput, as_tensor
 from dp_ray.engine.trainer import Pass, TrainedModel, TrainingStep
-from dp_ray.engine.update import PassGradients, Updates
-from dp_ray.engine.user_code import locating, reraise_as, shards_hint
+from dp_ray.engine.update import OptimizerStep, Updates
+from dp_ray.engine.user_code import batch_hint, locating, reraise_as, shards_hint
 from dp_ray.engine.votes import LossWatch
 from dp_ray.engine.whole_batch import BatchLoss, MergedBatch, WholeBatches, detached, merged_batch
 from dp_ray.engine.world import World, all_gather, everyone, has_peers, is_gpu, new_group
@@ -34,7 +33,7 @@ from dp_ray.errors import ModelError, other_calls
 from dp_ray.plan.split import Shard, Split, Work, worker_pieces
 from dp_ray.system.threads import note_call, waiting
 from dp_ray.tensors.scatter import cut, num_rows
-from dp_ray.tensors.tree import flatten, map_leaves
+from dp_ray.tensors.tree import map_leaves
 from dp_ray.text import listed
 
 OfRows = Callable[[Any], Any]  # of a shard's batch
@@ -53,14 +52,11 @@ class LoopModel(TrainedModel):
         self.state = self._new_state({})
         self.measured = ["loss"]  # and what the first step logs
         self.calls = SameCalls(world)
-        self.constant: dict[str, nn.Parameter] = {}  # what would have gradients but for the pass that runs
         work = Work(split, world.world_size, world.rank)
         self._replica = Replica(
             placement.job.seed, self.model, world.device, self.state, work, placement.forwards(), self.clock
         )
-        self._passes: dict[Any, LoopPass] = {}
         self._names = {id(module): name or "model" for name, module in self.model.named_modules()}
-        self.foreign: dict[int, nn.Parameter] = {}  # parameters outside the model to which passes give gradients
         self._has_ended = False  # a step, which fixes the names that are logged
 
     def names_of(self, modules: Sequence[nn.Module]) -> list[str]:
@@ -78,25 +74,17 @@ class LoopModel(TrainedModel):
             raise ModelError(f"step.backward: {listed(self.names_of(modules))} is no part of run.model")
         return {names[id(parameter)]: parameter for parameter in own if parameter.requires_grad}
 
-    def look_for_foreign(self, tensors: Iterable[Any]) -> None:
-        """Note the parameters outside the model that graphs of these tensors reach: nothing sums their gradients."""
-        own = {id(parameter) for parameter in self.model.parameters()}
-        for key, leaf in leaves_of(tensors).items():
-            if isinstance(leaf, nn.Parameter) and key not in own:
-                self.foreign[key] = leaf
-
     @contextmanager
     def only(self, trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Have all other parameters need no gradient while the block runs."""
         ids = set(map(id, trained.values()))
-        others = [(name, other) for name, other in self.model.named_parameters() if id(other) not in ids]
-        self.constant = {name: other for name, other in others if other.requires_grad}
-        for parameter in self.constant.values():
+        constant = [other for other in self.model.parameters() if id(other) not in ids and other.requires_grad]
+        for parameter in constant:
             parameter.requires_grad_(False)
         try:
             yield
         finally:
-            for parameter in self.constant.values():
+            for parameter in constant:
                 parameter.requires_grad_(True)
 
     def pass_for(
@@ -104,9 +92,10 @@ class LoopModel(TrainedModel):
     ) -> "LoopPass":
         """Return the pass of a place in the code and what it trains; it is made once."""
         key = (_code_of(loss), _code_of(over) if over is not None else None, tuple(map(id, trained.values())))
-        if key not in self._passes:
-            self._passes[key] = self.new_pass(modules, trained, over is not None)
-        return self._passes[key]
+        if key not in self.passes:
+            self.passes[key] = self.new_pass(modules, trained, over is not None)
+        found: LoopPass = self.passes[key]
+        return found
 
     def new_pass(self, *args: Any) -> "LoopPass":
         """Return a pass that has not run yet."""
@@ -132,9 +121,12 @@ class LoopModel(TrainedModel):
         """Call a function on this worker's shards; return the merged outputs of all workers, None without any row."""
         job, device, replica = self.placement.job, self.placement.world.device, self._replica
 
+        def without_graph(leaf: Any) -> Any:
+            return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
         def outputs_of(batch: Any) -> StepOutput:
             with reraise_as(name_of(function)), autocast(job.precision, device):
-                return StepOutput(None, map_leaves(_without_graph, function(batch)))
+                return StepOutput(None, map_leaves(without_graph, function(batch)))
 
         replica.begin(sum(bool(shard.rows) for shard in loaded.shards), loaded.lacks_shard_0)
         own = []
@@ -145,7 +137,7 @@ class LoopModel(TrainedModel):
         self.state.share()
         self.state.finish(ends_step=number == 0)
         with locating(f"step {loaded.step}: step.gather({name_of(function)})"):
-            return merged_batch(own, device, WholeBatches(job, joins_lists=True))
+            return merged_batch(own, device, WholeBatches(job.batch_dim, joins_lists=True))
 
     def end(self, step: TrainingStep, logged: Mapping[str, Any]) -> None:
         """End a step: make its sums and its first update those of its row in the history, with what was logged.
@@ -177,16 +169,15 @@ class LoopModel(TrainedModel):
         sums = torch.zeros(4, dtype=torch.float64, device=device) if step.sums is None else step.sums
         if step.sums is None and self.watch is not None:  # without a pass: it counts the steps
             self.watch.take(step.number, sums[0] if self.is_on_gpu else 0.0)
-        cells = [_scalar(value, device) for name in self.measured[1:] for value in (numbers[name], 1.0)]
-        step.sums = torch.cat([sums[:2], torch.stack(cells), sums[2:]]) if cells else sums
+        cells = [value for name in self.measured[1:] for value in (numbers[name], 1.0)]
+        step.sums = torch.cat([sums[:2], as_tensor(cells, device), sums[2:]]) if cells else sums
         step.updated[0] = updates.get(0, (float("nan"), zero))
         step.loaded = step.loaded._replace(loaded=())  # frees the batches before those of the next step are read
 
     def close(self) -> None:
         """Stop the threads of the reductions, and let the model be freed."""
         self.calls.close()
-        for loop_pass in self._passes.values():
-            loop_pass.close()
+        super().close()
 
 
 class LoopPass(Pass):
@@ -197,7 +188,6 @@ class LoopPass(Pass):
 
     function: OfRows
     over: Callable[[Any, Any], Any] | None
-    optimizer_step: PassGradients
 
     def __init__(
         self, model: LoopModel, modules: Sequence[nn.Module], trained: dict[str, nn.Parameter], is_over_batch: bool
@@ -207,56 +197,31 @@ class LoopPass(Pass):
         self._model, self._label = model, listed(model.names_of(modules))
         called = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         if is_over_batch:
-            batches = WholeBatches(job, placement.row_trial())
             of_batch = {"loss": lambda outputs, target: self.over(outputs, target)}  # type: ignore[misc]
-            loss: ShardLoss = BatchLoss(called, self._outputs, Metrics({}), job, device, batches, of_batch)
+            loss: ShardLoss = BatchLoss(called, self._called, Metrics({}), job, device, of_batch)
         else:
             loss = ShardLoss(called, self._shard, Metrics({}), job, device)
-        super().__init__(placement, loss, PassGradients(trained), model.split, model.state, model.clock)
+        gradients = OptimizerStep(placement.model, (), trained=trained)
+        super().__init__(model, loss, gradients)
         self._earlier: list[torch.Tensor | None] | None = None
-        self._has_looked = False  # at a graph of its
 
-    def _called(self, batch: Any) -> Any:
+    def _called(self, _: nn.Module, batch: Any) -> Any:
         """Call the loop's function; an error names it."""
 
         def hint(error: BaseException) -> str:
             return mixed_devices(self._model.model, error) or shards_hint(error) or batch_hint(error, batch)
 
         with reraise_as(name_of(self.function), hint):
-            returned = self.function(batch)
-        if not self._has_looked:
-            self._has_looked = True
-            self._model.look_for_foreign(flatten(returned)[0])
-        return returned
+            return self.function(batch)
 
-    def _shard(self, _: nn.Module, batch: Any) -> Any:
-        value = self._called(batch)
+    def _shard(self, called: nn.Module, batch: Any) -> Any:
+        value = self._called(called, batch)
         total = value[0] if isinstance(value, tuple | list) and value else value
         if isinstance(total, torch.Tensor) and not total.requires_grad:
-            self._refuse(batch)
+            raise ModelError(
+                f"the loss does not depend on any parameter of {self._label}; name in `of` what it trains"
+            )
         return value
-
-    def _refuse(self, batch: Any) -> NoReturn:
-        """Raise ModelError for a loss that trains nothing of its pass; it names what the loss does depend on."""
-        constant = self._model.constant
-        for parameter in constant.values():
-            parameter.requires_grad_(True)
-        value = self.function(batch)
-        total = value[0] if isinstance(value, tuple | list) else value
-        found: Sequence[Any] = [None] * len(constant)
-        if total.requires_grad and constant:
-            found = torch.autograd.grad(total.sum(), list(constant.values()), allow_unused=True)
-        reached = [name.partition(".")[0] for name, grad in zip(constant, found, strict=True) if grad is not None]
-        but = f", but on those of {listed(dict.fromkeys(reached))}" if reached else ""
-        raise ModelError(
-            f"the loss does not depend on any parameter of {self._label}{but}; name in `of` what it trains"
-        )
-
-    def _outputs(self, _: nn.Module, batch: Any) -> StepOutput:
-        returned = self._called(batch)
-        if not isinstance(returned, Mapping) or "outputs" not in returned:
-            raise ModelError('with over, the loss function returns {"outputs": ..., "target": ...}')
-        return StepOutput(None, returned["outputs"], returned.get("target"))
 
     def run(self, loaded: LoadedStep, on_shard: OnShard | None = None, number: int = 0) -> None:
         """Run a step's shards, with the gradients of earlier passes set apart: this pass's may be in their memory."""
@@ -278,21 +243,15 @@ class LoopPass(Pass):
         else:
             rows = whole.stop - whole.start
             gradients.weigh(weight if self.loss.is_of_rows else rows, rows, loaded.step)
-        if has_peers():
-            self._leave_buckets()
+        held = [each for each in gradients.trained.values() if each.grad is not None and not each.grad.is_sparse]
+        if has_peers() and held:
+            # In memory of their own, not of DDP's buckets: the loop may hold them while this pass runs again.
+            for parameter, own in zip(held, torch._foreach_mul([each.grad for each in held], 1.0), strict=True):  # type: ignore[misc]
+                parameter.grad = own
         for parameter, before in zip(gradients.trained.values(), self._earlier or (), strict=False):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._earlier = None
-
-    def _leave_buckets(self) -> None:
-        """Give the gradients memory of their own: the loop may hold them while this pass runs again."""
-        trained = self.optimizer_step.trained.values()
-        held = [parameter for parameter in trained if parameter.grad is not None and not parameter.grad.is_sparse]
-        if held:
-            own = torch._foreach_mul([parameter.grad for parameter in held], 1.0)  # type: ignore[misc]
-            for parameter, gradient in zip(held, own, strict=True):
-                parameter.grad = gradient
 
 
 class SameCalls:
@@ -348,17 +307,6 @@ class SameCalls:
 def name_of(function: Any) -> str:
     """Return the name of a function of the loop's, for messages."""
     return str(getattr(function, "__qualname__", type(function).__qualname__)).replace(".<locals>", "")
-
-
-def _without_graph(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _scalar(number: Any, device: torch.device) -> torch.Tensor:
-    """Return a number as float64 on the device; no copy that the host would wait for is made of a plain one."""
-    if isinstance(number, torch.Tensor):
-        return number.detach().to(device, torch.float64).reshape(())
-    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def _code_of(function: Any) -> Any:

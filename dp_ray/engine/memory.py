@@ -22,11 +22,9 @@ from torch.utils._pytree import tree_leaves
 from dp_ray.engine.clock import SilentClock
 from dp_ray.engine.devices import input_device
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
-from dp_ray.engine.model import autocast, build_model, call_model
+from dp_ray.engine.model import autocast, begin_to_train, build_model, call_model, set_modes
 from dp_ray.engine.optimizer import build_optimizer
-from dp_ray.engine.own_modes import begin_to_train, set_modes
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.recompute import recompute_blocks
@@ -34,6 +32,7 @@ from dp_ray.engine.reduce import Reduction, Trained
 from dp_ray.engine.sharded.build import build_on_meta, recasts, replace_tensors, shard_in_place
 from dp_ray.engine.sharded.reduce import ShardedReduction
 from dp_ray.engine.sharded.state import Sharded, SumScatter
+from dp_ray.engine.state import StepState
 from dp_ray.engine.step import PredictInputs, build_step, run_step
 from dp_ray.engine.tree_sum import ShardSums
 from dp_ray.engine.whole_batch import shard_loss
@@ -42,7 +41,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Loader, Target
 from dp_ray.job.plan import split_of
-from dp_ray.plan.costs import USABLE, DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
+from dp_ray.plan.costs import DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
 from dp_ray.plan.split import Split, Work, chunk_sizes, worker_shards
 from dp_ray.system.process import patched
 from dp_ray.tensors.files import is_sharded, local, moved_batch
@@ -77,30 +76,6 @@ def plan_memory(job: Job, gpu_bytes: int | None) -> MemoryPlan:
             has_second = job.task == "train" and job.bitwise and job.max_workers > 2
             remarks.append(f"{OF_NCCL}{second if has_second else ''}")
         return MemoryPlan(rows, (*ddp, *fsdp), gpu_bytes, tuple(remarks))
-
-
-def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int, room: int) -> int | None:
-    """Return the fewest shards, more than now, with which each of the workers holds a step in `room` bytes.
-
-    `batch` is a shard of `rows` rows, by which memory is estimated; activations are in proportion to the rows.
-    None if there is no such number, or if the model cannot be built or run without memory.
-    """
-    if not isinstance(job.model, Target):  # it is the object that is trained
-        return None
-    try:
-        with preserved(CPU):
-            here = moved_batch(batch, CPU)
-            held = FakeShard(job, here, rows, True).whole()
-    except Exception:  # an estimate must not take the place of the error that counts
-        return None
-    (at,) = map(str, fake_devices(1))
-    for fewer in range(rows - 1, 0, -1):
-        shards = -(-split.largest_batch // fewer)
-        less = replace(held, activations=Counter({at: held.activations[at] * fewer // rows}))
-        copies = _copies_of_gradient(job, workers, shards)
-        if shards > split.shards and _device(less, at, at, copies, False, _averages(job)).total <= USABLE * room:
-            return shards
-    return None
 
 
 def _batch(job: Job, dataset: Any, split: Split) -> Any:
@@ -239,8 +214,8 @@ class FakeShard:
         world, adding = World(world_size=workers), self.job.model_copy(update={"bitwise": False})
         with _fake(self.job) as mode, pretended(workers):
             model = fake_model(self.job, fake_devices(1), mode)
-            root, current, replicated = shard_in_place(adding, world, model)  # its mesh of workers needs numbers
-            sharded = Sharded(model, root, replicated, current, world, recasts(self.job))
+            root, current = shard_in_place(adding, world, model)  # its mesh of workers needs numbers
+            sharded = Sharded(model, root, current, world, recasts(self.job))
             with mode, LiveMemory() as live:
                 _tell_gradients(sharded, live)
                 run = self._runner(model, fake_devices(1), mode, sharded)
@@ -260,13 +235,13 @@ class FakeShard:
         if job.task == "train":
             begin_to_train(model)
             loss = shard_loss(model, step, build_metrics(job)[0], job, world.device)
-            trained = Trained(loss, {}, [], None, ForwardState(model), SilentClock())
+            trained = Trained(loss, {}, [], None, StepState(model), SilentClock())
             reduction = Reduction(trained) if sharded is None else ShardedReduction(trained, sharded, False)
 
             def train(is_last: bool) -> None:
-                reduction.begin(0, [0], 1)
-                with reduction.shard(0, is_last):
-                    reduction.called(batch, rows).backward()  # type: ignore[no-untyped-call]
+                reduction.begin(0, [0], 1, rounds=1 if is_last else 2)
+                loss = reduction.called(batch, rows, 0)
+                reduction.backward(0, loss, torch.ones_like(loss))
 
             return train
         set_modes(model, False)
@@ -329,7 +304,7 @@ def _copies_of_gradient(job: Job, workers: int, shards: int) -> int:
     sums, most = ShardSums([], shards), 1
     for node in sums.leaves(mine) if job.bitwise else ():
         most = max(most, 1 + len(sums.held))
-        sums.take(node)
+        sums.move(node)
     return most + (workers > 1 and len(mine) > 1)  # DDP's buckets, into which the last shard's sums are copied
 
 

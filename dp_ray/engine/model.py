@@ -1,25 +1,35 @@
-"""The model of one worker: built from its target on its devices, compiled, and called in the job's precision."""
+"""The model of one worker: built from its target on its devices, compiled, and called in the job's precision.
+
+Its own `train()` and `eval()` are called as in plain torch: nothing sets a mode by itself. They may change more than
+modes. An adapter merges a part into its weights in `eval()`, and takes it out in `train()`, which rounds them; the
+usual override of `train()` keeps BatchNorm in eval mode.
+"""
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from dp_ray.engine.buffers import NONE, Roots
 from dp_ray.engine.devices import blocks_of, building_on, spread
-from dp_ray.engine.out_of_memory import advice, is_out_of_memory
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.world import text_of
-from dp_ray.errors import JobError
+from dp_ray.engine.state import EvalState
+from dp_ray.engine.user_code import advice, is_out_of_memory, reraise_as
+from dp_ray.engine.world import CPU, text_of
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, build, check_gives, resolve
 from dp_ray.plan.costs import PlacedBlock
-from dp_ray.tensors.files import is_sharded, overlaps
+from dp_ray.tensors.changed import digests
+from dp_ray.tensors.files import is_sharded, local, overlaps
+from dp_ray.text import listed
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
@@ -31,14 +41,17 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     if isinstance(job.model, Target):
         resolve("model", job.model)  # before seeding: a module may draw random numbers, but on its first import only
     seed_all(job.seed, next((gpu for gpu in devices if gpu.type == "cuda"), devices[0]))
-    model = constructed(job, devices)
+    # On torch's meta device (`sharded/build.py`) a constructor is told of the CPU, as on rank 0: it may keep that.
+    model = constructed(job, [CPU] if devices[0].type == "meta" else devices)
     if len(devices) > 1 and job.device_map is None and not isinstance(job.model, Target):
         raise JobError(
             f"model: an object that is made already cannot place its parts on {len(devices)} devices; "
             "give a target, or set device_map: auto"
         )
     _give_each_element_memory(model)
-    follow_shards(model)
+    for module in model.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = BatchNormOfShard  # type: ignore[assignment]
     try:
         if len(devices) == 1:
             return model.to(devices[0])
@@ -95,27 +108,12 @@ def as_module(model: object) -> nn.Module:
     return model
 
 
-def follow_shards(model: nn.Module) -> None:
-    """Have the model's SyncBatchNorm layers take the statistics of a shard, in place."""
-    for module in model.modules():
-        if type(module) is nn.SyncBatchNorm:
-            module.__class__ = BatchNormOfShard  # type: ignore[assignment]
-
-
 def _give_each_element_memory(model: nn.Module) -> None:
     """Copy expanded buffers and frozen parameters: rank 0's values could not be written to them."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
-                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
-        for parameter in module._parameters.values():
-            if (
-                parameter is not None
-                and not is_lazy(parameter)
-                and not parameter.requires_grad
-                and overlaps(parameter)
-            ):
-                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    frozen = (each for each in model.parameters() if not is_lazy(each) and not each.requires_grad)
+    for tensor in [*frozen, *model.buffers()]:
+        if tensor.layout is torch.strided and overlaps(tensor):
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
 def compiled(model: nn.Module, job: Job) -> nn.Module:
@@ -209,6 +207,82 @@ def plan_blocks(job: Job) -> tuple[PlacedBlock, ...]:
     except JobError:  # a constructor that reads its weights from a file, or computes with them, needs real memory
         with cpu:
             model = constructed(job, [cpu] * len(names))
-    return tuple(
-        PlacedBlock(block.name, block.bytes, names[block.device]) for block in blocks_of(job, model, len(names))
+    return tuple(blocks_of(job, model, names))
+
+
+@contextmanager
+def returning(model: nn.Module) -> Iterator[None]:
+    """Call `train()` and `eval()` after the block, so that all modules have the modes of before."""
+    mode, parts = model.training, {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        _call(_inner(model), mode, parts)
+
+
+def begin_to_train(model: nn.Module) -> None:
+    """Call `train()`; a part that was built in eval mode stays so, but not a model that came so as a whole."""
+    set_modes(model, True, {module: module.training for module in model.modules()} if model.training else {})
+
+
+@contextmanager
+def evaluating(model: nn.Module, beside: Roots = NONE) -> Iterator[EvalState]:
+    """Call the model's `eval()`, and undo what forwards write in the block, the modules `beside` the model too.
+
+    That is undone after the block, and inside it by `restore` of the state that it gives. The model stays in eval
+    mode: only what goes on to train returns, by `returning`.
+    """
+    set_modes(model, False)
+    state = EvalState(model, beside)
+    try:
+        yield state
+        state.check()
+    finally:
+        state.put_back()
+
+
+def set_modes(model: nn.Module, mode: bool, parts: Mapping[nn.Module, bool] | None = None) -> None:
+    """Call the model's `train()` or `eval()`, then those of `parts` with another mode than the module around them.
+
+    Raises ModelError if that writes a sharded parameter, of which each worker has a part.
+    """
+    model = _inner(model)
+    before = _digests_of_shards(model)
+    _call(model, mode, parts or {})
+    if written := [name for name, digest in _digests_of_shards(model).items() if before.get(name) != digest]:
+        raise ModelError(
+            f"the model's own {'train' if mode else 'eval'}() wrote {listed(written)}, of which each worker holds a "
+            "part; have it leave weights as they are, or take strategy: ddp"
+        )
+
+
+def _call(module: nn.Module, mode: bool, parts: Mapping[nn.Module, bool], around: bool | None = None) -> None:
+    """Call down the tree. What the model's own `train()` puts in eval mode stays so."""
+    if mode is not around:
+        name = "train" if mode else "eval"
+        with reraise_as(f"the model's own {name}()"):
+            getattr(module, name)()
+    for child in module.children():
+        _call(child, parts.get(child, mode), parts, mode)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the model in a compiled one, whose `eval()` would call the model's `train(False)`."""
+    return getattr(model, "_orig_mod", model)
+
+
+def has_own_modes(model: nn.Module) -> bool:
+    """Return whether a module has a `train()` or `eval()` of its own, which may write weights, and so round them."""
+    usual = [nn.Module.train, nn.Module.eval]
+    return any(
+        [getattr(method, "__func__", None) for method in (module.train, module.eval)] != usual
+        for module in model.modules()
     )
+
+
+def _digests_of_shards(model: nn.Module) -> dict[str, int]:
+    """Return digests of this worker's parts of sharded parameters, by name, if the model has modes of its own."""
+    parts = {name: local(each.detach()) for name, each in model.named_parameters() if is_sharded(each)}
+    if not parts or not has_own_modes(model):
+        return {}
+    return digests({name: part for name, part in parts.items() if not isinstance(part, FakeTensor)})

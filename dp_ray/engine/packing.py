@@ -35,7 +35,6 @@ from dp_ray.plan.packing import (
 
 NO_DOCUMENT = -1  # where a window is not filled
 READ_AT_ONCE = 1024  # rows, where all are read for their lengths
-COUNTED = "pack counts the tokens of all rows first: leave the row out, or give the dataset a method lengths(field)"
 COMPARED = 1 << 20  # rows of which the plan tells the padding
 # What a dataset of blocks does for whoever reads it; a `PackedDataset` hands it on as it is.
 HANDED_ON = frozenset(
@@ -200,22 +199,18 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             column = self.dataset.with_format("arrow")[rows.start : rows.stop].column(field)
             if not column.null_count and hasattr(column.type, "value_type"):
                 return np.asarray(pc.list_value_length(column).to_numpy())
-        items = self._read(list(rows), COUNTED)
+        items = self._reader.whole(list(rows))
         return np.array([len(self._value(item, field, row)) for row, item in zip(rows, items, strict=True)], np.int64)
 
     def _value(self, item: Any, field: str, row: int) -> Lengths:
         """Return a field of an item as a vector of numbers."""
         try:
-            given = tensor_of(value_of(item, field) if hasattr(item, "keys") else item[field])
+            value = np.asarray(tensor_of(value_of(item, field) if hasattr(item, "keys") else item[field]))
         except DataError as error:
             raise DataError(f"{self._where(row)}: {error}") from None
-        except (TypeError, KeyError, IndexError, ValueError):
+        except (TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:  # numpy has no bfloat16
             what = f"pack.fields names keys of an item, with a list of numbers each; got a {class_of(item)}"
-            raise DataError(f"{self._where(row)}: {what}") from None
-        try:
-            value = np.asarray(given)
-        except (TypeError, ValueError, RuntimeError) as error:  # numpy has no bfloat16
-            raise DataError(f"{self._where(row)}: {field!r}: {error}") from None
+            raise DataError(f"{self._where(row)}: {field!r}: {what}: {error}") from None
         if value.ndim != 1 or (value.size and value.dtype.kind not in "iufb"):
             must = f"{field!r} must be a list with a number for each token"
             raise DataError(f"{self._where(row)}: {must}; got {value!r:.80}")
@@ -230,23 +225,13 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         if hasattr(self.dataset, "read_parts"):
             read = self.dataset.read_parts(wanted, self.pack.fields)
             return {(part.row, part.start): values for part, values in zip(wanted, read, strict=True)}
-        items = zip(sizes, self._read(list(sizes), "a row of a window"), strict=True)
+        try:
+            rows = self._reader.whole(list(sizes))
+        except Error as error:  # what a quarantine keeps of it must name the row
+            raise type(error)(f"{error} (a row of a window)") from error.__cause__
+        items = zip(sizes, rows, strict=True)
         of_rows = {row: self._of_row(item, row, sizes[row]) for row, item in items}
         return {(row, start): [value[start:stop] for value in of_rows[row]] for row, start, stop in wanted}
-
-    def _read(self, rows: list[int], note: str) -> list[Any]:
-        """Read some rows. An error names the first one that cannot be read, and has the note."""
-        try:
-            return self._reader.whole(rows)
-        except Error as error:
-            found = error
-        for row in rows if len(rows) > 1 else ():
-            try:
-                self._reader.whole([row])
-            except Error as error:
-                found = error
-                break
-        raise type(found)(f"{found} ({note})") from found.__cause__
 
     def _of_row(self, item: Any, row: int, size: int) -> list[Lengths]:
         values = [self._value(item, field, row) for field in self.pack.fields]

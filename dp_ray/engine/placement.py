@@ -10,25 +10,31 @@ first batch, or another worker's. Its loss counts nothing.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from dp_ray.engine.average import Average
+from dp_ray.engine.carried import Carried
 from dp_ray.engine.devices import input_device
-from dp_ray.engine.forward_state import BlockTensors
 from dp_ray.engine.model import BatchNormOfShard, build_model, compiled
-from dp_ray.engine.optimizer import Average
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import DdpReduction, Reduction, Trained
 from dp_ray.engine.replica import Forwards
-from dp_ray.engine.rows import RowTrial
-from dp_ray.engine.sharded.forwards import CollectiveForwards
-from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
-from dp_ray.engine.sharded.state import AlignedParts, Sharded, load_rows, rows_of_optimizer, whole_tensors
+from dp_ray.engine.sharded.reduce import CollectiveForwards, ShardedReduction, TreeShardedReduction
+from dp_ray.engine.sharded.state import (
+    BlockParameters,
+    Sharded,
+    ShardedParts,
+    StateOfParts,
+    rows_like,
+    whole_tensors,
+)
+from dp_ray.engine.state import State
 from dp_ray.engine.tree_sum import ShardSums
-from dp_ray.engine.update import OptimizerStep, ShardedAverage, ShardedOptimizerStep, Updates, load_part
+from dp_ray.engine.update import OptimizerStep, Updates, declared_step, load_part
 from dp_ray.engine.weights import load_weights, make_room, unwrapped
 from dp_ray.engine.world import World, everyone
 from dp_ray.errors import JobError
@@ -58,25 +64,25 @@ class Placement:
         return self.world if self.is_sharded else None
 
     @property
-    def counts_flops(self) -> bool:
-        """Whether this worker counts a shard's flops: it runs the shard alone, as none can of a sharded model."""
-        return self.job.flops and self.world.rank == 0 and not self.is_sharded
+    def why_not_alone(self) -> str:
+        """Why a worker cannot run a shard by itself; "" if it can."""
+        if self.job.sync_batchnorm and self.world.world_size > 1:
+            return "with sync_batchnorm no worker can run a shard by itself"
+        return "with strategy: fsdp no worker can run a shard by itself" if self.is_sharded else ""
 
-    @property
-    def blocks(self) -> BlockTensors:
-        """The blocks of which each worker gathers the parameters, with torch's records of them."""
-        return ()
+    def parts(self) -> BlockParameters | None:
+        """Return the parameters of which each worker holds a part, for a training's state; None if there are none."""
+        return None
 
     def forwards(self) -> Forwards:
         """Return the forwards of an evaluation, a prediction or a training's passes."""
         return Forwards()
 
-    def row_trial(self) -> RowTrial:
-        """Return the trial that finds the outputs with rows; none runs if a worker cannot run a shard by itself."""
-        cannot = "with strategy: fsdp no worker can run a shard by itself" if self.is_sharded else ""
-        if self.job.sync_batchnorm and self.world.world_size > 1:
-            cannot = "with sync_batchnorm no worker can run a shard by itself"
-        return RowTrial(self.job, self.world.device, cannot, self.say)
+    def watch_attributes(self, state: State) -> None:
+        """Have rank 0 look in its first forwards for attributes in which one leaves something for the next."""
+        # A single shard goes from batch to batch, as in plain torch. A compiled module has no attributes of its own.
+        if self.world.rank == 0 and self.job.num_shards > 1 and not self.job.compile:
+            state.carried = Carried({"": self.model, **state.beside}, self.say)
 
     def sums(self, parameters: list[nn.Parameter]) -> ShardSums | None:
         """Return the sums of a worker's shards by the fixed tree, if the job is bitwise."""
@@ -90,11 +96,11 @@ class Placement:
 
     def optimizer_step(self) -> OptimizerStep:
         """Return the step of the job's optimizer; raises JobError for one that cannot train this model."""
-        return OptimizerStep(self.job, self.model, self.world.device)
+        return declared_step(self.job, self.model, self.world.device)
 
-    def average(self, optimizer_step: OptimizerStep | Updates) -> Average | ShardedAverage | None:
+    def average(self, optimizer_step: OptimizerStep | Updates) -> Average | None:
         """Return the average of the weights, if the job keeps one."""
-        return None if self.job.ema is None else Average(self.job, self.model)
+        return None if self.job.ema is None else Average(self.job, self.model, self.world)
 
     def load_weights(self, weights: Mapping[str, Any], where: str, is_strict: bool = True, advice: str = "") -> str:
         """Load weights into the model; return in words the prefix that was stripped from their names.
@@ -125,10 +131,9 @@ class ShardedPlacement(Placement):
 
     is_sharded = True
 
-    @property
-    def blocks(self) -> BlockTensors:
-        """The blocks of which each worker gathers the parameters, with torch's records of them."""
-        return self.sharded.blocks
+    def parts(self) -> BlockParameters | None:
+        """Return the parameters of which each worker holds a part, for a training's state."""
+        return BlockParameters(self.sharded, self.job.compile)
 
     def forwards(self) -> Forwards:
         """Return the forwards of an evaluation, a prediction or a training's passes, each with a dummy batch."""
@@ -146,32 +151,27 @@ class ShardedPlacement(Placement):
 
     def optimizer_step(self) -> OptimizerStep:
         """Return the step of the job's optimizer; raises JobError for one that cannot train this model."""
-        return ShardedOptimizerStep(self.job, self.sharded, self.world.device)
+        return declared_step(self.job, self.model, self.world.device, ShardedParts(self.sharded, self.job.bitwise))
 
-    def average(self, optimizer_step: OptimizerStep | Updates) -> Average | ShardedAverage | None:
+    def average(self, optimizer_step: OptimizerStep | Updates) -> Average | None:
         """Return the average of the weights, if the job keeps one: of this worker's part of them."""
-        return None if self.job.ema is None else ShardedAverage(self.job, self.sharded, optimizer_step.aligned)
+        assert isinstance(optimizer_step, OptimizerStep) and optimizer_step.parts is not None
+        parts = optimizer_step.parts.parts
+        return None if self.job.ema is None else Average(self.job, self.model, self.world, parts)
 
     def _load(self, weights: Mapping[str, Any], where: str, is_strict: bool, advice: str) -> str:
         """Load this worker's rows of the weights; returns and raises what a whole model's does."""
-        loaded = load_rows(self.model, weights, where, self.world, is_strict, advice)
-        for name, module in self.model.named_modules():
-            key = f"{name}._extra_state".lstrip(".")
-            if key in weights and type(module).set_extra_state is not nn.Module.set_extra_state:
-                module.set_extra_state(whole_tensors(weights[key]))
-        return loaded
+        own = self.model.state_dict()
+        rows = {name: rows_like(own.get(name), value, self.world) for name, value in weights.items()}
+        return super()._load(rows, where, is_strict, advice)
 
     def load_state(self, name: str, part: Any, state: Any) -> None:
         """Load what this worker holds of a part of a training's state, which is stored."""
         if name == "model":
             self.load_weights(state, "the checkpoint")
             return
-        if isinstance(part, torch.optim.Optimizer):
-            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-            state = rows_of_optimizer(state, parameters, self.world)
-        elif not isinstance(part, AlignedParts | ShardedAverage):  # which take their rows themselves
-            state = whole_tensors(state)
-        load_part(name, part, state)
+        takes_rows = isinstance(part, StateOfParts | Average)
+        load_part(name, part, state if takes_rows else whole_tensors(state))
 
 
 def place(job: Job, world: World, say: Callable[[str], None]) -> Placement:
@@ -183,24 +183,23 @@ def place(job: Job, world: World, say: Callable[[str], None]) -> Placement:
     speed.
     """
     say = functools.cache(say)  # a training and its evaluations say the same
-    placed = place_sharded(job, world, say) if shards_over(job, world) else place_whole(job, world, say)
+    if shards_over(job, world):
+        from dp_ray.engine.sharded.build import build_sharded  # here: its imports take seconds
+
+        if job.flops:
+            say("flops: not counted: with strategy: fsdp no worker can run a shard alone")
+        sharded = build_sharded(job, world, say)
+        world = replace(world, device=input_device(job, sharded.model, world.devices))
+        called = compiled(sharded.model, job)
+        placed: Placement = ShardedPlacement(job, sharded.model, called, world, sharded, say=say)
+    else:
+        placed = place_whole(job, world, say)
     if job.bitwise and torch.backends.cudnn.benchmark:
         raise JobError(
             "bitwise: the model's code sets torch.backends.cudnn.benchmark, with which cuDNN takes the kernel "
             "that is fastest at the time; leave that out, or set bitwise: false"
         )
     return placed
-
-
-def place_sharded(job: Job, world: World, say: Callable[[str], None]) -> Placement:
-    """Build the job's model, of which each worker holds a part; raises what `place` raises."""
-    from dp_ray.engine.sharded.build import build_sharded  # here: its imports take seconds
-
-    if job.flops:
-        say("flops: not counted: with strategy: fsdp no worker can run a shard alone")
-    sharded = build_sharded(job, world, say)
-    world = world.with_inputs_on(input_device(job, sharded.model, world.devices))
-    return ShardedPlacement(job, sharded.model, compiled(sharded.model, job), world, sharded, say=say)
 
 
 OF_SHARDS = (
@@ -221,7 +220,7 @@ def place_whole(job: Job, world: World, say: Callable[[str], None] = lambda text
                 module.__class__ = BatchNormOfWorkers
     if world.world_size > 1 and any(isinstance(module, BatchNormOfShard) for module in model.modules()):
         say(OF_SHARDS)
-    world = world.with_inputs_on(input_device(job, model, world.devices))
+    world = replace(world, device=input_device(job, model, world.devices))
     return Placement(job, model, compiled(model, job), world, say=say)
 
 

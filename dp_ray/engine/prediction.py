@@ -7,9 +7,8 @@ all on the device, so that outputs that are not kept are never copied.
 import copy
 import functools
 import inspect
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -18,16 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
+from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.devices import mixed_devices
-from dp_ray.engine.eval_state import evaluating
-from dp_ray.engine.host_copy import ON_GPU, HostCopy
+from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import autocast, call_model
+from dp_ray.engine.model import autocast, call_model, evaluating
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.replica import Forwards, Replica
-from dp_ray.engine.rows import Less, RowTrial, Tried, row_dim
 from dp_ray.engine.step import StepEnd, keywords_hint
 from dp_ray.engine.user_code import (
     describe_input,
@@ -35,10 +32,10 @@ from dp_ray.engine.user_code import (
     locating,
     location,
     raise_as,
-    raise_located,
     reraise_as,
 )
-from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.engine.whole_batch import NO_ROWS
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import Indices
@@ -46,69 +43,53 @@ from dp_ray.job.targets import bound, build, resolve
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.ragged import paths_of_texts, without_lists, without_texts
+from dp_ray.tensors.ragged import without_lists, without_texts
 from dp_ray.tensors.tree import (
     Keys,
     Leaf,
     Ragged,
-    all_nodes,
     bare_tensors,
-    copied,
     ends,
     flatten,
-    in_own_memory,
     leaf_keys,
     quoted,
     subtree,
     unflatten,
     why_no_rows,
 )
-from dp_ray.text import did_you_mean, listed
+from dp_ray.text import did_you_mean
 
 AFTER = "outputs.after"
 WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
 
 
 class OverflowNotes:
-    """Lines for the user of outputs that `outputs.dtype` makes infinite: one a path, of its first shard.
+    """Lines for the user of outputs that `outputs.dtype` makes infinite, one a path.
 
-    It waits for no GPU: the findings come to the host while the GPU runs the next shards.
+    It waits for no GPU: what is found stays on the device until the lines are taken.
     """
 
     def __init__(self) -> None:
-        self._reported: set[str] = set()
-        self._notes: list[str] = []
-        self._coming: deque[tuple[Shard, str, str, HostCopy]] = deque()
+        self._found: dict[tuple[str, str], torch.Tensor] = {}  # by path and dtype
 
-    def look(self, shard: Shard, path: str, leaf: Leaf, converted: Leaf) -> None:
+    def look(self, path: str, leaf: Leaf, converted: Leaf) -> None:
         """Look for numbers of a leaf that became infinite."""
-        if leaf is converted or path in self._reported:
+        if leaf is converted:
             return
         here, there = torch.as_tensor(converted), torch.as_tensor(leaf)
         if torch.finfo(here.dtype).max >= torch.finfo(there.dtype).max:
             return
-        if here.is_cuda:
-            found = (here - there).isinf().any()  # inf - inf is no number
-            self._coming.append((shard, path, _name(here.dtype), HostCopy(found, beside=True)))
-        elif bool(here.isinf().any()) and bool((here.isinf() & ~there.isinf()).any()):  # mostly one look is enough
-            self._add(shard, path, _name(here.dtype))
+        found, of = (here.isinf() & ~there.isinf()).any(), (path, _name(here.dtype))
+        self._found[of] = found | self._found[of] if of in self._found else found
 
-    def take(self, wait: bool = False) -> list[str]:
-        """Return the lines that are known, each once; with `wait`, the lines of all shards so far."""
-        while self._coming and (wait or self._coming[0][-1].is_here()):
-            shard, path, dtype, found = self._coming.popleft()
-            with waiting(ON_GPU):
-                is_found = bool(found.wait())
-            if is_found:
-                self._add(shard, path, dtype)
-        notes, self._notes = self._notes, []
-        return notes
-
-    def _add(self, shard: Shard, path: str, dtype: str) -> None:
-        if path not in self._reported:
-            self._reported.add(path)
-            what = f"{path} has numbers too large for {dtype}, which are kept as inf"
-            self._notes.append(f"outputs.dtype: {what} (first in {location(shard)})")
+    def take(self) -> list[str]:
+        """Return the lines on all shards so far, each once."""
+        with waiting(ON_GPU):
+            there = [of for of, found in self._found.items() if bool(found)]
+        self._found.clear()
+        return [
+            f"outputs.dtype: {path} has numbers too large for {dtype}, which are kept as inf" for path, dtype in there
+        ]
 
 
 class OutputSelector:
@@ -142,7 +123,7 @@ class OutputSelector:
             numbers = leaf.data if isinstance(leaf, Ragged) else leaf
             made = _as_dtype(path or WHOLE, numbers, self._dtype)
             converted.append(replace(leaf, data=made) if isinstance(leaf, Ragged) else made)
-            self._notes.look(shard, path or WHOLE, numbers, made)
+            self._notes.look(path or WHOLE, numbers, made)
         return unflatten(spec, converted)
 
     def picked(self, outputs: Any, inputs: Any, shard: Shard, rows: int | None) -> Any:
@@ -245,24 +226,19 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class PredictedShard(NamedTuple):
-    """A shard that has run: its outputs that are kept, and the carried values of its samples, by key.
-
-    `flops` are a row's operations, in the first one, if they are counted.
-    """
+    """A shard that has run: its outputs that are kept, and the carried values of its samples, by key."""
 
     shard: Shard
     indices: Indices
     outputs: Any
     carried: dict[str, list[Plain]]
-    flops: Flops | None
 
 
 @dataclass(frozen=True)
 class Prediction:
     """How a worker predicts its `work`: the clock splits the steps' time, `forwards` run a model that is sharded.
 
-    `notes` has lines for the user. To count a row's operations, the first shard runs twice; so does one for the
-    `trial`, which finds the outputs with rows.
+    `notes` has lines for the user.
     """
 
     job: Job
@@ -270,186 +246,24 @@ class Prediction:
     work: Work
     clock: StepClock = field(default_factory=SilentClock)
     forwards: Forwards = field(default_factory=Forwards)
-    counts_flops: bool = False
     notes: OverflowNotes = field(default_factory=OverflowNotes)
-    trial: RowTrial | None = None
-
-
-def predict(
-    prediction: Prediction, model: nn.Module, steps: Iterator[LoadedStep]
-) -> Generator[PredictedShard | StepEnd, None, None]:
-    """Run the model over each shard of the steps; yield the shards that have rows, and the end of each step.
-
-    The model stays in eval mode. `torch.no_grad` and autocast are on while a shard
-    runs, not while its outputs are taken. Let go of a shard before the next one is asked for: it holds the outputs.
-    Raises ModelError, naming step and shard, if the model raises.
-    """
-    job, work, forwards, counts_flops = prediction.job, prediction.work, prediction.forwards, prediction.counts_flops
-    select = OutputSelector(job, prediction.device, prediction.notes)
-    # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
-    with evaluating(model) as state, autocast(job.precision, prediction.device, enabled=False):
-        replica = Replica(
-            job.seed, model, prediction.device, state, work, forwards, prediction.clock, after=select.after
-        )
-        runner = _Runner(prediction, model, replica, select)
-        dummies = None if forwards.are_collective else ()  # which need not be asked for in each step
-        for loaded in map(forwards.begin, steps):
-            for shard, indices, batch, _ in replica.rounds(loaded, dummies):
-                if shard is None:  # the other workers need this one to gather parameters
-                    runner.run_dummy(batch)
-                else:
-                    # No name holds the outputs: those that are not kept are freed before the next shard.
-                    yield runner.run(shard, indices, batch, counts_flops)
-                    counts_flops = False
-            prediction.clock.enter(Part.OTHER)
-            replica.restore()
-            yield StepEnd(loaded.step)
-        with runner.no_grad, runner.precision:
-            forwards.end()
-
-
-def check_sizes(tried: Mapping[str, Less], rows: int, batch_dim: int, where: str, texts: Sequence[str] = ()) -> None:
-    """Raise ModelError for the first output whose size has the rows of a shard by chance; lists of `texts` may."""
-    follows = {path: less.follows(rows, batch_dim) for path, less in tried.items() if less.size is not None}
-    fitting = [path for path, has_rows in follows.items() if has_rows]
-    for path, has_rows in follows.items():
-        size, less = tried[path].size, tried[path].less
-        assert size is not None and less is not None
-        dim = row_dim(size, batch_dim)
-        name = f"output {path!r}" if path else "the output"
-        if path in texts:
-            if not has_rows and size != less:
-                says = f"is a list of {size[0]} texts with {rows} rows, and of {less[0]} with {rows - 1}"
-                raise ModelError(f"{where}: {name} {says}: return a list of texts, one for each row")
-        elif has_rows is False and dim is not None and size[dim] == rows:
-            keep = f"keep the others alone: outputs.keep: [{listed(fitting)}]" if fitting else "leave it out"
-            raise ModelError(f"{where}: {name} {tried[path].misfit(rows, batch_dim, keep)}")
-
-
-def check_lists(tried: Mapping[str, Less], outputs: Any, rows: int, where: str) -> None:
-    """Raise ModelError for the first list that has an entry for each row, and one less with one row less."""
-    for keys, node in all_nodes(flatten(outputs)[1]):
-        if node.kind not in ("list", "tuple") or len(node.children) != rows:
-            continue
-        last, before = (
-            [".".join(map(str, (*keys, at, *inner))) for inner in ends(node.children[at])]
-            for at in (rows - 1, rows - 2)
-        )
-        if any(path in tried for path in before) and not any(path in tried for path in last):
-            raise ModelError(
-                f"{where}: output{quoted(keys)} is a {node.kind} with an entry for each row: return a tensor, a list "
-                "of texts, or a list, with outputs.ragged: true"
-            )
-
-
-@dataclass(eq=False)
-class _Runner:
-    """A replica that predicts shards, and picks from their outputs what is kept.
-
-    A shard runs without gradients, and in the job's precision: in `no_grad` and `precision`. It is no inference mode:
-    there a model that turns gradients on, as for forces, raises an error or gets zeros. Converted weights are not
-    kept: all of them would take half of the model's memory once more.
-    """
-
-    prediction: Prediction
-    model: nn.Module
-    replica: Replica
-    select: OutputSelector
-
-    def __post_init__(self) -> None:
-        self.no_grad = torch.no_grad()  # both contexts can be entered again
-        self.precision = autocast(self.prediction.job.precision, self.prediction.device, keeps=False)
-
-    def run_dummy(self, inputs: Any) -> None:
-        """Run the model beside other workers that need this one, from the same state as their shards."""
-        self.prediction.clock.enter(Part.OTHER)
-        self.replica.restore()
-        with self.no_grad, self.precision, reraise_as("model", gradients_hint):
-            call = self.replica.forwards.gathering(call_model)
-            self.replica.run(None, call, self.model, inputs, self.prediction.job.call)
-
-    def run(self, shard: Shard, indices: Indices, batch: Any, counts_flops: bool) -> PredictedShard:
-        """Run a shard, and pick from its outputs."""
-        try:
-            inputs, carried = split_passthrough(batch, indices)
-            with self.no_grad, self.precision:
-                selected, flops = self._run(inputs, shard, counts_flops)
-            return PredictedShard(shard, indices, selected, carried, flops)
-        except (RuntimeError, ModelError) as error:
-            self.replica.raise_advised(error, shard, self.prediction.job)
-
-    def _run(self, inputs: Any, shard: Shard, counts_flops: bool) -> tuple[Any, Flops | None]:
-        clock, trial, rows = self.prediction.clock, self.prediction.trial, shard.rows
-        flops = None
-        if counts_flops:  # of a row, by another forward, on a copy of the inputs: the model may change them
-            run = functools.partial(self.replica.run, shard, self._forward, copied(inputs))
-            flops = counted_flops(run, rows, self.prediction.job, self.prediction.device)
-        is_tried = trial is not None and trial.is_open and (trial.is_due(rows) or trial.is_single_due(rows))
-        # Before the model may change its inputs.
-        other = trial.other(inputs, rows) if trial is not None and is_tried else None
-        clock.enter(Part.FORWARD)
-        outputs = self.replica.run(shard, self._forward, inputs)
-        clock.enter(Part.OUTPUTS)
-        selected = self.select(outputs, inputs, shard)
-        if trial is not None and is_tried:
-            del outputs  # the trial may need the memory of outputs that are not kept
-            if rows == 1:
-                self._try_texts(trial, other, selected, shard)
-            else:
-                with suppress(Error):  # of a class that cannot be made again
-                    selected = in_own_memory(selected)
-                self._try_rows(trial, other, selected, shard)
-        if type(selected) is torch.Tensor:  # the usual case, without texts
-            return selected, flops
-
-        def is_column(path: str, length: int) -> bool:
-            return length == shard.rows if trial is None else trial.is_column(path, length, shard.rows)
-
-        try:
-            return without_texts(selected, is_column), flops
-        except ModelError as error:
-            raise_located(error, location(shard))
-
-    def _try_rows(self, trial: RowTrial, less: Any, selected: Any, shard: Shard) -> None:
-        """Run a shard with one row `less`; raise ModelError for an output whose size has rows by chance."""
-        texts = paths_of_texts(selected)
-        with suppress(Error):  # of a class that cannot be made again
-            selected = without_texts(selected)
-        tried = self._tried(trial, less, selected, shard)
-        trial.end(tried)
-        if isinstance(tried, Mapping):
-            where = location(shard)
-            check_sizes(tried, shard.rows, self.prediction.job.batch_dim, where, texts)
-            check_lists(tried, selected, shard.rows, where)
-
-    def _try_texts(self, trial: RowTrial, twice: Any, selected: Any, shard: Shard) -> None:
-        """Run a shard of one row with its row `twice`, if one of its outputs is a list of one text."""
-        tried: Tried = {}
-        with suppress(Error):  # of a class that cannot be made again
-            selected = without_texts(selected, lambda path, length: length == 1)
-            if any(isinstance(leaf, Ragged) and leaf.has_values for leaf in flatten(selected)[0]):
-                tried = self._tried(trial, twice, in_own_memory(selected), shard)
-        trial.end_single(tried)
-
-    def _tried(self, trial: RowTrial, other: Any, selected: Any, shard: Shard) -> Tried:
-        """Run the `other` batch, of one row less or more than a shard; return how the outputs differ."""
-        before = self.prediction.clock.enter(Part.OTHER)
-        job = self.prediction.job
-
-        def run(inputs: Any) -> Any:
-            outputs = self.replica.run(shard, call_model, self.model, inputs, job.call)
-            return without_texts(self.select.picked(outputs, inputs, shard, None))
-
-        self.replica.restore()  # its errors are no trial's
-        tried = trial.run(run, other, selected, shard.rows)
-        self.prediction.clock.enter(before)
-        return tried
 
     @functools.cached_property
-    def _forward(self) -> Callable[[Any], Any]:
-        """A function of inputs that returns the model's outputs; an error says that the model raised it."""
-        model, call = self.model, self.prediction.job.call
-        called = self.replica.forwards.gathering(call_model)
+    def select(self) -> OutputSelector:
+        """The function of a shard's outputs that picks those to keep."""
+        return OutputSelector(self.job, self.device, self.notes)
+
+    @contextmanager
+    def replica(self, model: nn.Module) -> Iterator[Replica]:
+        """Give what runs the shards; in the block the model is in eval mode, and stays so."""
+        # The autocast around all shards is off: it keeps converted parameters from one shard to the next.
+        with evaluating(model) as state, autocast(self.job.precision, self.device, enabled=False):
+            place = self.job.seed, model, self.device, state, self.work
+            yield Replica(*place, self.forwards, self.clock, after=self.select.after)
+
+    def forward(self, model: nn.Module) -> Callable[[Any], Any]:
+        """Return a function of inputs that returns the model's outputs; an error says that the model raised it."""
+        call, called = self.job.call, self.forwards.gathering(call_model)
 
         def forward(inputs: Any) -> Any:
             try:
@@ -458,8 +272,86 @@ class _Runner:
 
                 def hint(error: BaseException) -> str:
                     what = mixed_devices(model, error) or describe_input(inputs)
-                    return gradients_hint(error) + keywords_hint(model, inputs, call, error) + what
+                    return gradients_hint(error) + keywords_hint(inputs, call, error) + what
 
                 raise_as(error, "model", hint)
 
         return forward
+
+
+def predict(
+    prediction: Prediction, replica: Replica, steps: Iterator[LoadedStep], rows_of: Mapping[str, bool] = NO_ROWS
+) -> Generator[PredictedShard | StepEnd, None, None]:
+    """Run the model over each shard of the steps; yield the shards that have rows, and the end of each step.
+
+    `rows_of` says by path which lists of texts have a row for each sample; of others their length tells.
+    `torch.no_grad` and autocast are on while a shard runs, not while its outputs are taken. Let go of a shard before
+    the next one is asked for: it holds the outputs. Raises ModelError, naming step and shard, if the model raises.
+    """
+    runner = _Runner(prediction, replica, rows_of)
+    forwards, clock = prediction.forwards, prediction.clock
+    dummies = None if forwards.are_collective else ()  # which need not be asked for in each step
+    for loaded in map(forwards.begin, steps):
+        for shard, indices, batch, _ in replica.rounds(loaded, dummies):
+            if shard is None:  # the other workers need this one to gather parameters
+                clock.enter(Part.OTHER)
+                replica.restore()
+                with runner.no_grad, runner.precision:
+                    replica.run(None, runner.forward, batch)
+            else:
+                # No name holds the outputs: those that are not kept are freed before the next shard.
+                yield runner.run(shard, indices, batch)
+        clock.enter(Part.OTHER)
+        replica.restore()
+        yield StepEnd(loaded.step)
+    with runner.no_grad, runner.precision:
+        forwards.end()
+
+
+@dataclass(eq=False)
+class _Runner:
+    """Runs shards with a replica, and picks from their outputs what is kept.
+
+    A shard runs without gradients, and in the job's precision: in `no_grad` and `precision`. It is no inference mode:
+    there a model that turns gradients on, as for forces, raises an error or gets zeros. Converted weights are not
+    kept: all of them would take half of the model's memory once more.
+    """
+
+    prediction: Prediction
+    replica: Replica
+    rows_of: Mapping[str, bool]
+
+    def __post_init__(self) -> None:
+        self.no_grad = torch.no_grad()  # both contexts can be entered again
+        self.precision = autocast(self.prediction.job.precision, self.prediction.device, keeps=False)
+        self.forward, self._select = self.prediction.forward(self.replica.model), self.prediction.select
+
+    def run(self, shard: Shard, indices: Indices, batch: Any) -> PredictedShard:
+        """Run a shard, and pick from its outputs."""
+        try:
+            inputs, carried = split_passthrough(batch, indices)
+            with self.no_grad, self.precision:
+                return PredictedShard(shard, indices, self._run(inputs, shard), carried)
+        except (RuntimeError, ModelError) as error:
+            self.replica.raise_advised(error, shard, self.prediction.job)
+
+    def _run(self, inputs: Any, shard: Shard) -> Any:
+        clock = self.prediction.clock
+        clock.enter(Part.FORWARD)
+        outputs = self.replica.run(shard, self.forward, inputs)
+        clock.enter(Part.OUTPUTS)
+        selected = self._select(outputs, inputs, shard)
+        if type(selected) is torch.Tensor:  # the usual case, without texts
+            return selected
+
+        def is_column(path: str, length: int) -> bool:
+            has_rows = self.rows_of.get(path, length == shard.rows)
+            if has_rows and length != shard.rows:
+                name = f"output {path!r}" if path else "the output"
+                raise ModelError(
+                    f"{name} is a list of {length} texts for {shard.rows} rows: give one text for each row"
+                )
+            return has_rows
+
+        with locating(location(shard)):
+            return without_texts(selected, is_column)

@@ -11,18 +11,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dp_ray.engine.buffers import version_of
 from dp_ray.engine.clock import uncounted
 from dp_ray.engine.random import Generator, own_generators, random_state
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import ActivationBudget
+from dp_ray.tensors.changed import version_of
 from dp_ray.text import listed
 
 
@@ -33,13 +33,17 @@ def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
     Raises what `blocks_by_class` raises.
     """
     blocks = blocks_by_class("fsdp.blocks", job.fsdp.blocks, model)
-    return [
-        block
-        for block in blocks
-        if {id(parameter) for parameter in block.parameters()}.isdisjoint(
-            id(parameter) for module in set(_outside(block, model)) for parameter in module.parameters(recurse=False)
-        )
-    ]
+    return [block for block in blocks if not _shares_parameter(block, model)]
+
+
+def _shares_parameter(block: nn.Module, model: nn.Module) -> bool:
+    """Return whether a module outside of the block holds a parameter of it."""
+    own = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if module is block)
+    inside = {id(parameter) for parameter in block.parameters()}
+    return any(
+        id(parameter) in inside and not name.startswith(own)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
 
 
 def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Module) -> list[nn.Module]:
@@ -61,10 +65,10 @@ def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Mo
         for module in chosen:
             if not _has_forward(module):
                 inside = sorted({type(item).__name__ for child in module.children() for item in _called(child)})
-                of_items = f"name the class of its items, {listed(inside)}"
-                instead = of_items if inside else "name a class whose forward uses it"
-                name = type(module).__name__
-                raise JobError(f"{key}: a {name} is never called, so it cannot be a block; {instead}")
+                instead = f"the class of its items, {listed(inside)}" if inside else "a class whose forward uses it"
+                raise JobError(
+                    f"{key}: a {type(module).__name__} is never called, so it cannot be a block; name {instead}"
+                )
     blocks = [block for block in chosen if block is not model and next(block.parameters(), None) is not None]
     inner = {id(below) for block in blocks for below in block.modules() if below is not block}
     return [block for block in dict.fromkeys(blocks) if id(block) not in inner]
@@ -98,16 +102,7 @@ def _items(module: nn.Module) -> Iterator[nn.Module]:
             yield from _items(child)
 
 
-def _outside(block: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules outside of the block, including those that are in it too."""
-    if module is not block:
-        yield module
-        for child in module.children():
-            yield from _outside(block, child)
-
-
 KEY = "activation_checkpointing"
-BufferPlace: TypeAlias = tuple[nn.Module, str, torch.Tensor]
 # Each GPU has a thread for its backward, and generators are global: one block runs again at a time.
 _one_at_a_time = threading.RLock()
 
@@ -158,15 +153,15 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        own, buffers = self._own, _Buffers(self._block)
+        state = _StateBefore(self._block, self._devices, self._own)
         before = {name: version_of(parameter) for name, parameter in self._block.named_parameters()}
 
         def contexts() -> tuple[Any, Any]:
-            return nullcontext(), _as_before(random_state(self._devices, own), self._devices, own, buffers)
+            return nullcontext(), state.restored()
 
         keys: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
         outputs = checkpoint(self._forward, *args, **keys, **kwargs)
-        buffers.forget_unchanged()
+        state.forget_unchanged()
         for name, parameter in self._block.named_parameters():
             if name in before and version_of(parameter) != before[name]:
                 raise ModelError(
@@ -176,53 +171,42 @@ class _Recomputed:
         return outputs
 
 
-@contextmanager
-def _as_before(
-    rewind: Callable[[], None], devices: Sequence[torch.device], own: Sequence[Generator], buffers: "_Buffers"
-) -> Iterator[None]:
-    """Set random numbers and buffers, while a block runs again, to their state before its forward."""
-    with _one_at_a_time, buffers.as_before(), uncounted():
-        restore = random_state(devices, own)
-        rewind()
-        try:
-            yield
-        finally:
-            restore()
+class _StateBefore:
+    """What a block had before its forward: random numbers, and the values of the buffers that it has changed."""
 
-
-class _Buffers:
-    """The buffers of a block before its forward; those stay that the forward has changed."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self._places: list[BufferPlace] = [
-            (module, name, buffer)
+    def __init__(self, block: nn.Module, devices: Sequence[torch.device], own: Sequence[Generator]) -> None:
+        self._random_state = functools.partial(random_state, devices, own)
+        self._rewind = self._random_state()
+        self._before = [
+            (module._buffers, name, buffer, version_of(buffer))
             for module in block.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._versions = [version_of(buffer) for _, _, buffer in self._places]
-        copies = {id(buffer): buffer.detach().clone() for _, _, buffer in self._places}  # one if they are one tensor
-        self._values = [copies[id(buffer)] for _, _, buffer in self._places]
+        # By the tensor: two names may have one.
+        self._values = {id(buffer): buffer.detach().clone() for _, _, buffer, _ in self._before}
 
     def forget_unchanged(self) -> None:
         """Drop the values of buffers that the forward has left alone: this is called once, right after it."""
-        changed = [
-            ((module, name, buffer), value)
-            for (module, name, buffer), version, value in zip(self._places, self._versions, self._values, strict=True)
-            if module._buffers[name] is not buffer or version is None or version_of(buffer) != version
+        self._before = [
+            (held, name, buffer, version)
+            for held, name, buffer, version in self._before
+            if held[name] is not buffer or version is None or version_of(buffer) != version
         ]
-        self._places = [place for place, _ in changed]
-        self._values = [value for _, value in changed]
+        self._values = {id(buffer): self._values[id(buffer)] for _, _, buffer, _ in self._before}
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Put other tensors with the old values in the place of the buffers, while the block runs."""
-        now = [module._buffers[name] for module, name, _ in self._places]
-        copies = {id(value): value.clone() for value in self._values}
-        for (module, name, _), value in zip(self._places, self._values, strict=True):
-            module._buffers[name] = copies[id(value)]
-        try:
-            yield
-        finally:
-            for (module, name, _), buffer in zip(self._places, now, strict=True):
-                module._buffers[name] = buffer
+    def restored(self) -> Iterator[None]:
+        """Set random numbers to their state before the forward, and other tensors for the buffers, in the block."""
+        with _one_at_a_time, uncounted():
+            now, restore = [held[name] for held, name, _, _ in self._before], self._random_state()
+            copies = {number: value.clone() for number, value in self._values.items()}
+            self._rewind()
+            for held, name, buffer, _ in self._before:
+                held[name] = copies[id(buffer)]
+            try:
+                yield
+            finally:
+                restore()
+                for (held, name, _, _), tensor in zip(self._before, now, strict=True):
+                    held[name] = tensor

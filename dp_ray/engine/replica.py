@@ -1,31 +1,29 @@
 """A model on one worker, and the one place that runs a shard of it: begin at `Replica.run`.
 
-Every shard starts from the same state (`engine/forward_state.py`), and from random numbers of its own, whatever has
-run before it on this worker: so no result depends on who runs it. An error names its step and shard.
+Every shard starts from the same state (`engine/state.py`), and from random numbers of its own, whatever has run
+before it on this worker: so no result depends on who runs it. An error names its step and shard.
 
 `Forwards` says which forwards the workers run together: all of them if each worker holds a part of the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from dp_ray.engine.call_state import CallState
 from dp_ray.engine.clock import SilentClock, StepClock
-from dp_ray.engine.out_of_memory import ShardSize, raise_advised
-from dp_ray.engine.random import ForwardSeeds
-from dp_ray.engine.user_code import locating, location, raise_located
+from dp_ray.engine.random import ForwardSeeds, preserved
+from dp_ray.engine.user_code import ShardSize, locating, location, raise_advised, raise_located
 from dp_ray.errors import ModelError
 from dp_ray.plan.split import Shard, Work
 from dp_ray.tensors.tree import copied
 
 if TYPE_CHECKING:
-    from dp_ray.engine.eval_state import EvalState
-    from dp_ray.engine.forward_state import ForwardState
-    from dp_ray.engine.loading import LoadedStep
+    from dp_ray.engine.loading import LoadedShard, LoadedStep
+    from dp_ray.engine.state import State
     from dp_ray.job.job import Job
 
 T = TypeVar("T")
@@ -78,14 +76,13 @@ class Replica:
     """A model on one worker, with the `state` that its forwards write.
 
     `seed` is the job's. `work` is what the worker runs; None if no other worker waits for it. `of` stands before a
-    shard's place in errors. `after` computes from a shard's outputs, and may draw random numbers too. `running_batch`
-    is the batch that runs, or that an error has ended, with its rows; the caller sets it.
+    shard's place in errors. `after` computes from a shard's outputs, and may draw random numbers too.
     """
 
     seed: int
     model: nn.Module
     device: torch.device
-    state: "ForwardState | EvalState | CallState"
+    state: "State"
     work: Work | None = None
     forwards: Forwards = field(default_factory=Forwards)
     clock: StepClock = field(default_factory=SilentClock)
@@ -95,7 +92,6 @@ class Replica:
     def __post_init__(self) -> None:
         self._seeds = ForwardSeeds(self.seed, self.model, self.device, self.after)
         self._ran: Shard | None = None  # the last shard, until its writes are undone
-        self.running_batch: tuple[Any, int] | None = None
 
     def dummies(self, step: int, ran: int) -> list[DummyBatch]:
         """Return what this worker, with `ran` shards to run, runs in a step beside these, since others need it."""
@@ -142,6 +138,17 @@ class Replica:
             return returned
         except (Exception, SystemExit) as error:
             raise_located(error, self.of + location(shard))
+
+    @contextmanager
+    def again(self, loaded: "LoadedShard", run: Callable[[Any], T], number: int = 0) -> Iterator[T]:
+        """Run a shard outside the steps: give what `run` returns for a copy of its batch, which it may write.
+
+        After the block random numbers and the state are as before.
+        """
+        with preserved(self.device):
+            self.begin(2)
+            yield self.run(loaded.shard, run, copied(loaded.batch), number=number)
+            self.restore()
 
     def begin(self, num_runs: int, lacks_shard_0: bool = False) -> None:
         """Begin a step of a training, or a part of one, in which so many shards run.

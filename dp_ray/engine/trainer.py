@@ -5,11 +5,10 @@ unit in which gradients are summed over the workers. A `TrainingStep` runs passe
 training that its job declares, and as many as a loop of the user's asks for.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,31 +16,29 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.alignment import must_align
-from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
-from dp_ray.engine.forward_state import ForwardState
+from dp_ray.engine.average import EVALUATED, Average
+from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
-from dp_ray.engine.optimizer import EVALUATED, Average, Schedule, runs_users_code
-from dp_ray.engine.out_of_memory import ShardSize, batch_hint, raise_advised
-from dp_ray.engine.own_modes import begin_to_train, has_own_modes, returning
+from dp_ray.engine.model import begin_to_train, has_own_modes, returning
+from dp_ray.engine.optimizer import Schedule, runs_users_code
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.reduce import Reduction, ShardLoss, Trained, make_gradients_dense
+from dp_ray.engine.reduce import NOTHING, Reduction, ShardLoss, Trained
 from dp_ray.engine.replica import DummyBatch, Replica, Round
 from dp_ray.engine.sharded.state import whole_tensors
+from dp_ray.engine.state import StepState
 from dp_ray.engine.step import Compare, Metrics, OnShard, Step, row_of
-from dp_ray.engine.tree_sum import sparse_parameters
-from dp_ray.engine.update import OptimizerStep, PassGradients, ShardedAverage, Updates
-from dp_ray.engine.user_code import location, raise_as, reraise_as
+from dp_ray.engine.tree_sum import make_gradients_dense, sparse_parameters
+from dp_ray.engine.update import OptimizerStep, Updates
+from dp_ray.engine.user_code import ShardSize, batch_hint, location, raise_advised, raise_as, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, StepSums
 from dp_ray.engine.weights import make_room, synchronise
-from dp_ray.engine.whole_batch import shard_loss
+from dp_ray.engine.whole_batch import BatchLoss, shard_loss
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
-from dp_ray.plan.mixture import LOSS_OF
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Split, Work, num_filled
-from dp_ray.tensors.tree import copied
 
 WRITTEN = "written"  # the key, in a checkpoint, of what forwards write and the model's own state lacks
 
@@ -68,10 +65,10 @@ class TrainedModel:
     one that runs.
     """
 
-    over_batch: Mapping[str, Compare] | None = None
+    over_batch: Mapping[str, Compare]  # the functions that see the whole batch
     seeds_updates = False  # whether an update may run code of the user's, which may draw random numbers
     ahead: OverlappedRead | None = None  # reads a batch while the gradients are summed over the workers
-    state: ForwardState
+    state: StepState
     measured: list[str]  # what each step measures, by name: the loss, and then metrics or what a loop logs
 
     def __init__(
@@ -87,19 +84,16 @@ class TrainedModel:
         self.split, self.clock, self.watch = split, clock or SilentClock(), watch
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
-        begin_to_train(model)  # before the average is a copy of it
+        begin_to_train(model)
         self.optimizer_step: OptimizerStep | Updates = placement.optimizer_step() if updates is None else updates
         self.schedule: Schedule = self.optimizer_step.schedule
-        self.average: Average | ShardedAverage | None = placement.average(self.optimizer_step)
+        self.average: Average | None = placement.average(self.optimizer_step)
         self.step: TrainingStep | None = None
+        self.passes: dict[Any, Any] = {}  # by what tells one from another
+        self.over_batch = {}
         self.may_lose_rows = job.may_lose_rows
         self.is_on_gpu = is_gpu(world.device)
         self.votes = Lagged() if world.world_size > 1 else None  # the loop of a worker alone stops without a vote
-
-    @property
-    def flops(self) -> Flops | None:
-        """The operations of a row, on rank 0, from the first step on, if they are counted."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on; its tensors are the live ones, not copies."""
@@ -110,8 +104,6 @@ class TrainedModel:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
         written = whole_tensors(state.get(WRITTEN, {}))
-        # The buffers that forwards had made must be there before the weights are loaded, and their values after it.
-        self.state.make(written)
         make_room(self.model, state["model"])
         for name, part in self._parts().items():
             if name == "ema" and name not in state:
@@ -122,7 +114,7 @@ class TrainedModel:
     def _parts(self) -> dict[str, Any]:
         """Return the objects with a state, by their keys in a checkpoint; the model first: the average needs it."""
         average = {} if self.average is None else {"ema": self.average}
-        return {"model": self.model, **self.optimizer_step.parts, **average}
+        return {"model": self.model, **self.optimizer_step.stateful, **average}
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights, and state beside them; every rank calls this, once they are loaded."""
@@ -139,18 +131,19 @@ class TrainedModel:
         """
         ema = self.placement.job.ema
         average = self.average if ema is not None and ema.evaluate else None
-        model = self.called if average is None else average.called(self.called)
         in_place = self.optimizer_step.evaluating if average is None else average.in_place
-        around = self.state.comparing_around() if has_own_modes(model) else nullcontext()
-        with around, in_place(), returning(model):
-            yield model
+        around = self.state.comparing_around() if has_own_modes(self.called) else nullcontext()
+        with around, in_place(), returning(self.called):
+            yield self.called
 
-    def _new_state(self, beside: Mapping[str, nn.Module]) -> ForwardState:
+    def _new_state(self, beside: Mapping[str, nn.Module]) -> StepState:
         """Return the state that forwards write, of the model and of modules beside it."""
         placement, job = self.placement, self.placement.job
         aligns = must_align(job, placement.world.device)
         check_sums_once({"": self.model, **beside})
-        return ForwardState(self.model, job.compile, placement.blocks, beside, aligns, placement.outlives_group)
+        state = StepState(self.model, placement.parts(), beside, aligns, placement.outlives_group)
+        placement.watch_attributes(state)
+        return state
 
     @contextmanager
     def advising(self) -> Iterator[None]:
@@ -161,14 +154,12 @@ class TrainedModel:
             step = self.step
             if step is None:
                 raise
-            raise_advised(error, self.placement.job, f"step {step.number}", step.size, self._shards_that_fit)
-
-    def _shards_that_fit(self) -> int | None:
-        """Estimate, after an out-of-memory error, the fewest shards that fit; None if there is no estimate."""
-        return None
+            raise_advised(error, self.placement.job, f"step {step.number}", step.size)
 
     def close(self) -> None:
         """Stop the threads of the reductions, and let the model be freed."""
+        for a_pass in self.passes.values():
+            a_pass.close()
 
 
 class Trainer(TrainedModel):
@@ -187,44 +178,13 @@ class Trainer(TrainedModel):
     ) -> None:
         super().__init__(placement, split, None, clock, watch)
         job, world = placement.job, placement.world
-        loss = shard_loss(placement.called, step, measures, job, world.device, placement.row_trial())
-        self.over_batch = loss.over_batch
+        loss = shard_loss(placement.called, step, measures, job, world.device)
+        self.over_batch, self.measures = loss.over_batch, measures
         self.state = self._new_state(loss.beside)
         self.ahead = OverlappedRead()
-        sources = () if measures.mixture is None else measures.mixture.names
-        self.measured = ["loss", *measures.functions, *(f"{LOSS_OF}{name}" for name in sources)]
-        self.gradient = Pass(
-            placement,
-            loss,
-            self.optimizer_step,
-            split,
-            self.state,
-            self.clock,
-            self.ahead,
-            len(self.measured),
-            measures,
-        )
+        self.measured = measures.names
+        self.gradient = self.passes["gradient"] = Pass(self, loss, self.optimizer_step)
         self.seeds_updates = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
-
-    @property
-    def flops(self) -> Flops | None:
-        """The operations of a row, on rank 0, from the first step on, if the job asks for them."""
-        return self.gradient.flops
-
-    def _shards_that_fit(self) -> int | None:
-        world, running = self.placement.world, self.gradient.replica.running_batch
-        is_on_one_gpu = world.device.type == "cuda" and len(world.devices) == 1
-        if self.placement.is_sharded or running is None or not is_on_one_gpu:
-            return None
-        from dp_ray.engine.memory import shards_that_fit  # its imports take a second
-
-        # This worker can use the memory that torch has reserved, too.
-        room = int(torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device))
-        return shards_that_fit(self.placement.job, self.split, world.world_size, *running, room)
-
-    def close(self) -> None:
-        """Stop the threads of the reduction, and let the model be freed."""
-        self.gradient.close()
 
 
 @dataclass(eq=False)
@@ -322,54 +282,35 @@ class TrainingStep:
     @property
     def size(self) -> ShardSize | None:
         """How the rows of the pass that runs are cut; None between passes, whose memory does not depend on them."""
-        running, world, split = self.running, self.trainer.placement.world, self.trainer.split
+        running = self.running
         if running is None:
             return None
-        if running is not self.loaded:
-            whole = running.whole.stop - running.whole.start
-            return ShardSize(running.shards[0].rows if running.shards else 0, whole, split.shards, "batch")
-        shards = split.worker(world.world_size, world.rank, self.number)
-        return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
+        rows, key = running.whole.stop - running.whole.start, "batch_size" if running is self.loaded else "batch"
+        return ShardSize(running.shards[0].rows if running.shards else 0, rows, self.trainer.split.shards, key)
 
 
-@dataclass(eq=False)
 class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
 
     After it, the gradients are those of the summed loss of the whole batch, divided by the batch's rows, on every
     worker. A step may have several passes, as of a GAN, each with a loss of its own. `stats` has the sums and weights
-    of the loss and of metrics, `num_measures` in all; `measures` adds those by the sources of a mixture.
-
-    The reduction is built in the first step: its batches show what DDP must expect.
+    of what the loss measures. `rows` says, by the paths of the outputs for a loss over the batch, which have rows, as
+    far as that is known.
     """
 
-    placement: Placement
-    loss: ShardLoss
-    optimizer_step: OptimizerStep | PassGradients
-    split: Split
-    state: ForwardState
-    clock: StepClock
-    ahead: OverlappedRead | None = None
-    num_measures: int = 1
-    measures: Metrics | None = None
-
-    def __post_init__(self) -> None:
-        placement, trained, self._world = self.placement, self.optimizer_step.trained, self.placement.world
-        job, device = placement.job, self._world.device
-        work = Work(self.split, self._world.world_size, self._world.rank)
-        forwards = placement.forwards()
-        self.replica = Replica(
-            job.seed, placement.model, device, self.state, work, forwards, self.clock, after=self.loss
-        )
-        sparse, sums = sparse_parameters(self.loss.model), placement.sums(list(trained.values()))
-        aligns = must_align(job, device)
-        self._trained = Trained(self.loss, trained, sparse, sums, self.state, self.clock, self.ahead, aligns)
-        self._reduction: Reduction | None = None
-        self.stats = StepSums(self.split.shards, self.num_measures, self._world)
-        # DDP of the others waits for the gradients of a worker without rows; FSDP for its rounds, which dummies are.
-        is_waited_for = self._world.world_size > 1 and not placement.is_sharded
-        self._without_rows = [DummyBatch(None, 0)] if is_waited_for else []
-        self.flops: Flops | None = None  # of a row, on rank 0, from the first step on, if the job asks for them
+    def __init__(self, model: TrainedModel, loss: ShardLoss, optimizer_step: OptimizerStep) -> None:
+        self.placement, self.loss, self.optimizer_step = model.placement, loss, optimizer_step
+        self.state, self.clock, self._split = model.state, model.clock, model.split
+        self.rows: Mapping[str, bool] = {}
+        placement, trained, self._world = self.placement, optimizer_step.trained, self.placement.world
+        job, world = placement.job, self._world
+        work = Work(self._split, world.world_size, world.rank)
+        place = job.seed, placement.model, world.device, self.state, work, placement.forwards(), self.clock
+        self.replica = Replica(*place, after=loss)
+        sparse, sums = sparse_parameters(loss.model), placement.sums(list(trained.values()))
+        aligns = must_align(job, world.device)
+        self._trained = Trained(loss, trained, sparse, sums, self.state, self.clock, model.ahead, aligns)
+        self.stats = StepSums(self._split.shards, len(loss.measures.names), world)
 
     def run(self, loaded: LoadedStep, on_shard: OnShard | None = None, number: int = 0) -> None:
         """Run a step's shards forward and backward; return when gradients and `stats` are summed over the workers.
@@ -380,39 +321,36 @@ class Pass:
         replica, clock, stats = self.replica, self.clock, self.stats
         if replica.forwards.are_collective:
             loaded = replica.forwards.begin(loaded)
-        # Before the reduction is built, in the first step: for that a shard runs with its outputs' gradients.
-        is_built = self._reduction is not None
-        loaded, has_run = self.loss.prepare(replica, loaded, self.optimizer_step.seed, number, is_built)
-        reduction, loaded = (self._reduction, loaded) if self._reduction is not None else self._built(loaded)
+        has_forward = False  # whether the pass's only forward has run
+        if isinstance(self.loss, BatchLoss):
+            loaded, has_forward = self.loss.prepare(replica, loaded, self.optimizer_step.seed, number, self.rows)
+        reduction = self._reduction
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
         # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Most losses have the rows as their
         # weight.
         whole = loaded.whole.stop - loaded.whole.start
         filled = [shard.shard for shard in loaded.shards if shard.rows]
-        # By the rows of the whole batch, which all workers know: so they plan the same exchange.
-        reduction.begin(loaded.step, filled, num_filled(whole, self.split.shards))
-        dummies = replica.dummies(loaded.step, len(filled)) if replica.forwards.are_collective else []
-        if not filled and not dummies:
-            dummies = self._without_rows
-        if not has_run:  # else its forward has written them
-            replica.begin(len(filled), len(filled) < len(loaded.shards) and loaded.lacks_shard_0)
+        # DDP of the others waits for the gradients of a worker without rows; FSDP for its rounds, which dummies are.
+        dummies = [DummyBatch(None, 0)] if not filled and self._world.world_size > 1 else []
+        if replica.forwards.are_collective:
+            dummies = replica.dummies(loaded.step, len(filled))
         left = len(filled) + len(dummies)
+        # By the rows of the whole batch, which all workers know: so they plan the same exchange.
+        reduction.begin(loaded.step, filled, num_filled(whole, self._split.shards), left)
+        if not has_forward:  # else it has written the state
+            replica.begin(len(filled), len(filled) < len(loaded.shards) and loaded.lacks_shard_0)
         for turn in replica.rounds(loaded, dummies):
             left -= 1
-            # Around the forward too: there DDP decides whether the backward exchanges gradients, as a worker's last.
-            with reduction.shard(None if turn.shard is None else turn.shard.shard, not left):
-                clock.enter(Part.FORWARD)
-                loss = self._forward(reduction, turn, number)
-                if turn.shard is not None and on_shard is not None:
-                    on_shard(turn.shard, turn.batch, self.loss.result.step_output)
-                clock.enter(Part.BACKWARD)
-                seed = self.optimizer_step.seed(loss, whole)
-                self._backward(reduction, turn, loss, seed, None if left else stats.numbers, loaded.step)
+            clock.enter(Part.FORWARD)
+            loss = self._forward(reduction, turn, number)
+            if turn.shard is not None and on_shard is not None:
+                on_shard(turn.shard, turn.batch, self.loss.result.step_output)
+            clock.enter(Part.BACKWARD)
+            seed = self.optimizer_step.seed(loss, whole)
+            self._backward(reduction, turn, loss, seed, None if left else stats.numbers, loaded.step)
             del loss  # and its graph, before the next batch is read
-        replica.running_batch = None
         # On every worker to its end, where it waits for the last sums: `stats` is whole only then.
-        for parameters in reduction.summed(stats.numbers):
-            self.optimizer_step.take_norms(parameters)
+        reduction.finish(stats.numbers)
         # After the sums: the broadcast of buffers, for which this waits, goes on while they come.
         if self.state.finish(number == 0):  # in early steps
             check_sums_once({"": self.placement.model, **self.state.beside})  # a forward may have made one
@@ -428,13 +366,13 @@ class Pass:
         if shard is None:
             zero = replica.run(None, reduction.called, turn.batch, turn.rows)
             return zero * 0.0 if turn.rows else zero
-        replica.running_batch = turn.batch, turn.rows
         args = turn.batch, turn.rows, shard.shard
         loss = replica.run(shard, reduction.called, *args, number=number, keeps=True)
         row = self.loss.result.row
         assert row is not None
-        if self.measures is not None and self.measures.mixture is not None:
-            by_source = self.measures.by_source(self.measures.mixture, shard, self.loss.result.step_output)
+        measures = self.loss.measures
+        if measures.mixture is not None:
+            by_source = measures.by_source(measures.mixture, shard, self.loss.result.step_output)
             row = [*row, *row_of(by_source, self._world.device)]
         self.stats.put(shard.shard, row)
         return loss
@@ -452,55 +390,55 @@ class Pass:
         hooks = self.optimizer_step.hooks
         if RemovableHandle.next_id != hooks.seen:
             hooks.look()
-        backward = (
-            partial(loss.backward, seed) if stats is None else partial(reduction.last_backward, loss, seed, stats)
-        )
+        # A dummy batch, or a loss of weight 0: 0 times its gradient may be NaN.
+        adds_nothing = turn.rows and (turn.shard is None or self.loss.result.is_nothing)
         try:
-            if turn.rows and self.loss.result.is_nothing:  # of weight 0: 0 times its gradient may be NaN
-                with reduction.adding_nothing():
-                    backward()
-            else:
-                backward()
+            with reduction.adding_nothing() if adds_nothing else NOTHING:
+                reduction.backward(None if turn.shard is None else turn.shard.shard, loss, seed, stats)
         except (Exception, SystemExit) as error:
             where = f"step {step}" if turn.shard is None else location(turn.shard)
             hint = "" if turn.shard is None else batch_hint(error, turn.batch)
             raise_as(error, f"{where}: backward", lambda _: hint)
 
-    def _built(self, loaded: LoadedStep) -> tuple[Reduction, LoadedStep]:
-        """Build the job's reduction; if the job asks for them, count the flops of the first shard."""
-        job, trained, loaded_shards = self.placement.job, self._trained, iter(loaded.loaded)
-        first = [next(loaded_shards) for _ in loaded.shards[:1]]
-        if self.placement.counts_flops and first and first[0].shard.rows:
-            with self._trial():
-                run = partial(self._try, trained.loss, first[0])
-                self.flops = counted_flops(run, first[0].shard.rows, job, self._world.device)
-        if not self.placement.is_sharded and self._world.world_size > 1:
-            types = {parameter.device.type for parameter in trained.parameters.values()}
-            if len(types) > 1:
-                raise JobError(
-                    f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
-                )
-        self._reduction = self.placement.reduction(trained, job.find_unused_parameters, self.stats.numbers.numel())
-        return self._reduction, loaded._replace(loaded=chain(first, loaded_shards))
+    @cached_property
+    def _reduction(self) -> Reduction:
+        """The job's reduction; made in the first step, when the state to train is there."""
+        job, types = self.placement.job, {each.device.type for each in self._trained.parameters.values()}
+        if not self.placement.is_sharded and self._world.world_size > 1 and len(types) > 1:
+            raise JobError(
+                f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
+            )
+        return self.placement.reduction(self._trained, job.find_unused_parameters, self.stats.numbers.numel())
 
     @contextmanager
-    def _trial(self) -> Iterator[None]:
-        """Run a shard in the block on this worker alone, without a change of the state."""
-        flags = [(parameter, parameter.requires_grad) for parameter in self.placement.model.parameters()]
-        self.replica.begin(2)
-        yield
-        self.replica.restore()
-        self.optimizer_step.drop_gradients()
-        for parameter, requires_grad in flags:  # a forward may have frozen it, and DDP would be made without it
-            parameter.requires_grad_(requires_grad)
+    def again(
+        self, loaded: LoadedShard, number: int = 0, around: AbstractContextManager[object] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Run a shard's forward beside the reduction, on this worker alone; the block runs its loss's backward.
 
-    def _try(self, called: Callable[..., torch.Tensor], loaded: LoadedShard) -> None:
-        """Run forward and backward of a shard, with a copy of the batch: a model may write it."""
-        shard = loaded.shard
-        loss = self.replica.run(shard, called, copied(loaded.batch), shard.rows, shard.shard)
-        self.optimizer_step.hooks.look()
-        with reraise_as(f"{location(shard)}: backward", lambda error: batch_hint(error, loaded.batch)):
-            loss.backward()  # type: ignore[no-untyped-call]
+        The forward runs in `around`. In the block, gradients are the shard's alone. After it gradients, state, random
+        numbers, and what requires a gradient are as before. Raises ModelError, which names step and shard, for user
+        errors.
+        """
+        shard, parameters = loaded.shard, list(self.placement.model.parameters())
+        before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+        def forward(batch: Any) -> torch.Tensor:
+            with around or nullcontext():
+                loss: torch.Tensor = self.loss(batch, shard.rows, shard.shard)
+                return loss
+
+        try:
+            with self.replica.again(loaded, forward, number) as loss:
+                self.optimizer_step.hooks.look()
+                with reraise_as(f"{location(shard)}: backward", lambda error: batch_hint(error, loaded.batch)):
+                    yield loss
+        finally:
+            for parameter, requires_grad, gradient in before:
+                parameter.requires_grad_(requires_grad)  # a forward may have frozen it
+                parameter.grad = gradient
 
     def close(self) -> None:
         """Stop the reduction's threads, put the hooks on gradients back, and let the model be freed."""
@@ -509,5 +447,5 @@ class Pass:
         # garbage collector does not look: the model would never be freed.
         for parameter in self._trained.parameters.values():
             (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).clear()
-        if self._reduction is not None:
-            self._reduction.close()
+        if (exchange := getattr(vars(self).get("_reduction"), "exchange", None)) is not None:
+            exchange.close()

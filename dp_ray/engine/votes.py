@@ -7,11 +7,13 @@ without a collective of its own. `StepControl` is the interface of a worker's lo
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
@@ -75,6 +77,46 @@ class StepSums:
         self._cells[self._own, MISSING] = samples
 
 
+ALIGNED = 16  # elements, so that the gradients after it in a bucket stay aligned
+PIECE = torch.int16  # of a number; float32 holds each exactly
+
+
+class StatsBucket:
+    """A parameter that DDP treats as one of the model's: its gradient are numbers, and what is used.
+
+    `count` numbers, float64, go in pieces of 16 bits. They are summed to the bit if each of them is 0 on all workers
+    but one: sums of zeros and a piece are exact. Then come as many numbers as the model has parameters: 1 for one
+    that the worker used, else 0.
+    """
+
+    def __init__(self, count: int, num_parameters: int, device: torch.device) -> None:
+        self._pieces = count * torch.float64.itemsize // PIECE.itemsize
+        self._end = self._pieces + num_parameters
+        size = -(-self._end // ALIGNED) * ALIGNED
+        self.parameter = nn.Parameter(torch.zeros(size, device=device, dtype=torch.float32))
+
+    def gradient(self, numbers: torch.Tensor, used: Sequence[bool] | None) -> torch.Tensor:
+        """Return what to sum: `numbers`, float64 and contiguous, and what is `used`; None if all parameters are."""
+        gradient = torch.ones_like(self.parameter)
+        if self._pieces:
+            gradient[: self._pieces].copy_(numbers.view(PIECE).view(-1))
+        if used is not None:
+            gradient[self._pieces : self._end].copy_(torch.tensor(used))
+        return gradient
+
+    def unload(self, numbers: torch.Tensor, reads_used: bool) -> list[bool]:
+        """Set the numbers to their sums, once the gradients are summed; return which parameters any worker used.
+
+        Unless it `reads_used`, for which the host waits for a GPU, the list is empty.
+        """
+        sums, self.parameter.grad = self.parameter.grad, None  # else the next backward would add to it
+        assert sums is not None
+        if self._pieces:
+            numbers.view(PIECE).view(-1).copy_(sums[: self._pieces])
+        used: list[bool] = sums[self._pieces : self._end].bool().tolist() if reads_used else []
+        return used
+
+
 # Each step of lag delays a stop by a step, and a node that is taken away may not have the time.
 LAG = 3
 
@@ -119,13 +161,12 @@ class LossWatch:
 
     run_dir: str
     not_finite: tuple[int, float] | None = None
-    _num_read: int = 0  # steps whose sums were read
-    _first: int | None = None  # the first step of this attempt
+    _next: int | None = None  # the step whose sum is to be read next
     _sums: Lagged = field(default_factory=Lagged)
 
     def take(self, step: int, total: torch.Tensor | float) -> None:
         """Take in the sum of a step's losses."""
-        self._first = step if self._first is None else self._first
+        self._next = step if self._next is None else self._next
         earlier = self._sums.take(total)
         if earlier is not None:
             self._note(earlier)
@@ -150,9 +191,10 @@ class LossWatch:
         self.check()
 
     def _note(self, total: float) -> None:
+        step = self._next or 0
         if self.not_finite is None and not math.isfinite(total):
-            self.not_finite = (self._first or 0) + self._num_read, total
-        self._num_read += 1
+            self.not_finite = step, total
+        self._next = step + 1
 
 
 class StopRequested(Error):

@@ -2,21 +2,18 @@
 
 import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dp_ray.engine.buffers import held_in, places_of, shared_in, tensor_at
-from dp_ray.engine.world import broadcast, everyone, gathered, is_rank_0
+from dp_ray.engine.buffers import places_of, tensor_at
+from dp_ray.engine.world import everyone, from_rank, gathered, is_rank_0
 from dp_ray.errors import ModelError
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import Stored, is_sharded
-from dp_ray.tensors.flat import as_bytes, from_bytes
+from dp_ray.tensors.files import Stored, is_sharded, overlaps
 from dp_ray.text import listed
 
 
@@ -32,35 +29,26 @@ def synchronise(model: nn.Module) -> None:
         check_has_shape(name, tensor)
     mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in state]
     if len(set(gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) > 1:
-        _raise_first_difference(mine)
-    for name, tensor in state:
-        if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor):
+        _raise_first_difference(gathered(mine))
+    for _, tensor in state:
+        if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor) or overlaps(tensor):
             continue  # built from the same seed or file on every worker
         data = tensor.detach()
-        raw = as_bytes(data)  # gloo and NCCL do not support every dtype
         with waiting("rank 0's model"):
-            dist.broadcast(raw, src=0, group=everyone())
-        if raw.data_ptr() == data.data_ptr() or is_rank_0():
-            continue  # the bytes were the tensor's own memory, or rank 0's
-        values = from_bytes(raw, data)
-        try:
+            values = from_rank(data)
+        if values.data_ptr() != data.data_ptr() and not is_rank_0():
             data.copy_(values)
-        except RuntimeError as error:  # an expanded tensor, say: it takes no values, but may have them already
-            if not torch.equal(data, values):
-                raise ModelError(f"{name} differs on the workers and cannot be set to rank 0's: {error}") from error
 
 
-def _raise_first_difference(mine: list[str]) -> None:
-    """Raise ModelError for the first tensor in which a rank's model is not rank 0's; every rank calls this."""
-    first = json.loads(broadcast(json.dumps(mine)))
-    pairs = itertools.zip_longest(first, mine, fillvalue="nothing")
-    difference = next(((there, here) for there, here in pairs if there != here), None)
-    for rank, theirs in enumerate(gathered(difference)):
-        if theirs is not None:
-            raise ModelError(
-                f"the models of the workers differ: where rank 0 has {theirs[0]}, rank {rank} has {theirs[1]}; build "
-                "the same modules in the same order everywhere (a set of names has another order in each process)"
-            )
+def _raise_first_difference(models: Sequence[Sequence[str]]) -> None:
+    """Raise ModelError for the first tensor in which a rank's model is not rank 0's."""
+    for rank, model in enumerate(models):
+        for there, here in itertools.zip_longest(models[0], model, fillvalue="nothing"):
+            if there != here:
+                raise ModelError(
+                    f"the models of the workers differ: where rank 0 has {there}, rank {rank} has {here}; build the "
+                    "same modules in the same order everywhere (a set of names has another order in each process)"
+                )
 
 
 def check_has_shape(name: str, tensor: torch.Tensor) -> None:
@@ -155,27 +143,6 @@ def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
         if tensor_at(held, key) is None and weight is not None:
             whole = weight.whole() if isinstance(weight, Stored) else weight
             held[key] = torch.empty_like(whole, device=device)
-    _make_apart(model, weights)
-
-
-@torch.no_grad()
-def _make_apart(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Give memory of its own to a buffer that shares it with others, but has weights apart: a forward set it anew."""
-    places = places_of({"": model})
-    tensors = held_in(places)
-    shared = shared_in(tensors)
-    wanted: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name in {**{first: None for first, _ in shared.values()}, **shared}:
-        weight, tensor = weights.get(name), tensors[name]
-        if isinstance(weight, Stored):
-            weight = weight.whole()
-        if tensor is not None and isinstance(weight, torch.Tensor) and weight.shape == tensor.shape:
-            wanted[name] = tensor, weight.to(tensor)
-            tensor.copy_(weight)
-    for name, (tensor, weight) in wanted.items():
-        if not torch.equal(as_bytes(tensor), as_bytes(weight)):
-            held, key = places[name]
-            held[key] = weight
 
 
 def load_weights(

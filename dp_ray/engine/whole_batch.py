@@ -6,10 +6,8 @@ again, and its backward begins with that gradient: memory is that of all outputs
 with a single shard keeps the graph of its forward, and runs it once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,16 +15,14 @@ import torch
 from torch import nn
 
 from dp_ray.engine.alignment import aligned, must_align
-from dp_ray.engine.beside import modules_beside
+from dp_ray.engine.buffers import modules_beside
 from dp_ray.engine.clock import Part
-from dp_ray.engine.loading import LoadedShard, LoadedStep
-from dp_ray.engine.model import autocast
+from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import Seed, ShardLoss
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.rows import RowTrial, Tried, constants_of, is_same_constant, row_dim
-from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, run_step
-from dp_ray.engine.user_code import describe_compared, reraise_as
+from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of
+from dp_ray.engine.user_code import describe_compared, dtypes_and_sizes, reraise_as
 from dp_ray.engine.world import all_gather, everyone, gathered, has_peers
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
@@ -48,7 +44,6 @@ from dp_ray.tensors.tree import (
     unflatten,
     why_no_rows,
 )
-from dp_ray.text import listed
 
 OUTPUTS = "0"  # the path of the outputs in (outputs, target)
 LEAVE_OUT = "leave it out of what the model returns, or step"
@@ -57,6 +52,7 @@ OF_ROWS = (
     f"it in the loss from outputs that have rows, or {LEAVE_OUT}"
 )
 
+NO_ROWS: Mapping[str, bool] = {}
 OutputGradients = Mapping[str, torch.Tensor]  # of a shard's outputs, by their paths
 
 
@@ -67,16 +63,39 @@ def build_over_batch(job: Job, device: torch.device) -> dict[str, Compare]:
     """
     functions = {"loss": build_loss(job.loss, device, job.batch_dim)} if job.loss_over_batch else {}
     for name, metric in job.metrics.items():
-        if not isinstance(metric, Target) or not is_over_batch(metric):
-            continue
-        where = f"metrics.{name}"
-        made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
-        if keeps_state(made):
-            raise JobError(f"{where}.over: a metric with a state is measured over the whole dataset; leave over out")
-        if not callable(made):
-            raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
-        functions[name] = made
+        if is_over_batch(metric):
+            functions[name] = built_metric(name, metric)
+            if keeps_state(functions[name]):
+                raise JobError(
+                    f"metrics.{name}.over: a metric with a state is measured over the whole dataset; leave over out"
+                )
     return functions
+
+
+def built_metric(name: str, metric: Any) -> Any:
+    """Return one of the job's metrics: a function of (outputs, target), or an object with a state.
+
+    Raises JobError if it cannot be built or called.
+    """
+    if not isinstance(metric, Target):
+        return metric
+    where = f"metrics.{name}"
+    made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
+    if not callable(made) and not keeps_state(made):
+        raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
+    return made
+
+
+def row_dim(size: Sequence[int], batch_dim: int) -> int | None:
+    """Return the dimension that holds the rows of a tensor with rows; None if there is none."""
+    if len(size) < 2:
+        return 0 if size else None
+    return batch_dim if batch_dim < len(size) else None
+
+
+def constants_of(spec: TreeSpec) -> dict[str, Any]:
+    """Return the values in outputs that are no tensors, by path: numbers, texts, None and objects."""
+    return {".".join(map(str, keys)): node.value for keys, node in all_nodes(spec) if node.kind == "constant"}
 
 
 def seed_of_batch(seed: int, whole: Shard, device: torch.device, number: int = 0) -> None:
@@ -85,20 +104,11 @@ def seed_of_batch(seed: int, whole: Shard, device: torch.device, number: int = 0
 
 
 class ShardOutput(NamedTuple):
-    """The outputs and the target of a shard with rows, and the result of a trial with one row less."""
+    """The outputs and the target of a shard with rows."""
 
     shard: Shard
     outputs: Any
     target: Any
-    tried: Tried | None = None
-
-
-class _Leaf(NamedTuple):
-    """The form of a leaf of a shard's outputs or target, as it is sent to every worker."""
-
-    path: str
-    form: Form
-    has_gradient: bool
 
 
 class _Form(NamedTuple):
@@ -106,76 +116,28 @@ class _Form(NamedTuple):
 
     shard: int
     rows: int
-    leaves: list[_Leaf]
-    constants: dict[str, Any]  # by path: numbers, texts and None; of an object its class
+    leaves: dict[str, Form]  # by path
+    with_graph: list[str]  # the paths of those that have one
+    constants: dict[str, Any]  # by path: numbers, texts and None
     lists: list[str]  # the paths of lists of these that have one for each row, like names
-    tried: Tried | None
 
 
 _Piece = tuple[_Form, dict[str, torch.Tensor]]  # a shard's form, and its leaves by path
 
 
-class WholeBatches:
-    """How a run merges the shards of its batches: which leaves have rows, as `trial` has shown on some worker.
+class WholeBatches(NamedTuple):
+    """How the shards of a batch are merged: `rows` says by path which leaves have rows, where sizes do not tell.
 
     A list with a number or text for each row is joined if it is another one in some shard, or if this `joins_lists`.
-    All workers know the same, since they merge the same shards.
     """
 
-    def __init__(self, job: Job, trial: RowTrial | None = None, joins_lists: bool = False) -> None:
-        self.batch_dim = job.batch_dim
-        self.joins_lists = joins_lists
-        self.has_rows: dict[str, bool] = {}  # by path, as far as the trial shows it
-        self._trial = trial if job.num_shards > 1 else None  # one shard is the whole batch
-
-    def is_due(self, rows: int) -> bool:
-        """Return whether to try a shard of so many rows."""
-        return self._trial is not None and self._trial.is_due(rows)
-
-    def one_less(self, batch: Any, rows: int) -> Any | None:
-        """Return a copy of a shard's batch for `tried`; None if it cannot be tried."""
-        return None if self._trial is None else self._trial.other(batch, rows)
-
-    def tried(self, run: Callable[[Any], StepOutput], less: Any | None, output: ShardOutput) -> ShardOutput:
-        """Return the output of a shard with the result of a trial, for which `run` runs on one row `less`."""
-
-        def outputs_of(batch: Any) -> Any:
-            step_output = run(batch)
-            return step_output.outputs, step_output.target
-
-        if self._trial is None:
-            return output
-        tried = self._trial.run(outputs_of, less, (output.outputs, output.target), output.shard.rows)
-        return output._replace(tried=tried)
-
-    def take(self, forms: Sequence[_Form]) -> None:
-        """Take in the trials of all workers; the first one that has shown something counts.
-
-        Raises ModelError for a leaf that has rows in another dimension, and for a constant that depends on the rows.
-        """
-        tried = [form for form in forms if form.tried is not None]
-        form = next((shown for shown in tried if isinstance(shown.tried, Mapping)), tried[0] if tried else None)
-        if self._trial is None or form is None or form.tried is None or not self._trial.is_due(form.rows):
-            return
-        self._trial.end(form.tried)
-        for path, less in form.tried.items() if isinstance(form.tried, Mapping) else ():
-            has_rows = less.follows(form.rows, self.batch_dim)
-            if has_rows is None:
-                continue
-            self.has_rows[path] = has_rows
-            if has_rows or less.is_same:
-                continue
-            if less.size == less.less:
-                raise ModelError(
-                    f"{_named(path)} has no row for each sample, and is another one with {form.rows} rows of shard "
-                    f"{form.shard} than with {form.rows - 1}: {OF_ROWS}"
-                )
-            raise ModelError(
-                f"shard {form.shard}: {_named(path)} {less.misfit(form.rows, self.batch_dim, LEAVE_OUT)}"
-            )
+    batch_dim: int
+    rows: Mapping[str, bool] = {}
+    joins_lists: bool = False
 
 
-def _named(path: str) -> str:
+def output_at(path: str) -> str:
+    """Return what stands at a path of (outputs, target), in words."""
     root, _, rest = path.partition(".")
     return ("output" if root == OUTPUTS else "target") + (f" {rest!r}" if rest else "")
 
@@ -251,11 +213,15 @@ def merged_batch(own: Sequence[ShardOutput], device: torch.device, batches: Whol
     forms = []
     for output, (leaves, form) in zip(own, trees, strict=True):
         tensors = {path: _as_tensor(path, leaf) for path, leaf in zip(form.paths, leaves, strict=True)}
-        described = [_Leaf(path, Form(leaf.shape, leaf.dtype), leaf.requires_grad) for path, leaf in tensors.items()]
-        constants = {key: value if _is_plain(value) else _object(value) for key, value in constants_of(form).items()}
-        _check_objects(output.shard.shard, form, own[0].shard.shard, trees[0][1])
+        described = {path: Form(leaf.shape, leaf.dtype) for path, leaf in tensors.items()}
+        with_graph = [path for path, leaf in tensors.items() if leaf.requires_grad]
+        number = output.shard.shard  # makes objects, which are not sent, others in each shard
+        constants = {
+            key: value if _is_plain(value) else f"a {type(value).__qualname__} of shard {number}"
+            for key, value in constants_of(form).items()
+        }
         lists = [".".join(map(str, keys)) for keys, node in all_nodes(form) if _is_list(node, output.shard.rows)]
-        forms.append(_Form(output.shard.shard, output.shard.rows, described, constants, lists, output.tried))
+        forms.append(_Form(number, output.shard.rows, described, with_graph, constants, lists))
         here += tensors.values()
     everybodys: list[list[_Form]] = gathered(forms)
     filled = [rank for rank, theirs in enumerate(everybodys) if theirs]
@@ -266,13 +232,12 @@ def merged_batch(own: Sequence[ShardOutput], device: torch.device, batches: Whol
         spec = gathered(spec)[filled[0]]
     assert spec is not None
     place = here[0].device if here else device
-    batches.take(sorted([form for theirs in everybodys for form in theirs], key=lambda form: form.shard))
     pieces: dict[int, _Piece] = {}
     for theirs, raw in zip(everybodys, _exchanged(here, everybodys, device), strict=True):
-        each = views(raw, (leaf.form for piece in theirs for leaf in piece.leaves))
+        each = iter(views(raw, (form for piece in theirs for form in piece.leaves.values())))
         for piece in theirs:
             # Through `.data`: a loss may write one, and views of the same bytes would all count as written.
-            pieces[piece.shard] = piece, {leaf.path: next(each).data.to(place) for leaf in piece.leaves}
+            pieces[piece.shard] = piece, {path: next(each).data.to(place) for path in piece.leaves}
     return _joined([pieces[shard] for shard in sorted(pieces)], spec, batches)
 
 
@@ -286,25 +251,9 @@ def _is_list(node: TreeSpec, rows: int) -> bool:
     return node.kind in ("list", "tuple") and len(node.children) == rows and are_plain
 
 
-def _object(constant: Any) -> str:
-    return f"a {type(constant).__qualname__}"
-
-
-def _check_objects(shard: int, spec: TreeSpec, first: int, first_spec: TreeSpec) -> None:
-    """Raise ModelError for an object that differs from this worker's first shard's: objects are not sent."""
-    if spec is first_spec:
-        return
-    others = constants_of(first_spec)
-    for path, value in constants_of(spec).items():
-        if not is_plain(value) and path in others and not is_same_constant(others[path], value):
-            raise ModelError(
-                f"{_named(path)} is {_object(value)}, and not the same in the shards {first} and {shard}: {OF_ROWS}"
-            )
-
-
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
     if (why := why_no_rows(leaf)) is not None:
-        raise ModelError(f"{_named(path)} is {why}; over: batch needs tensors with a row for each sample")
+        raise ModelError(f"{output_at(path)} is {why}; over: batch needs tensors with a row for each sample")
     try:
         tensor: torch.Tensor = torch.as_tensor(leaf)
     except TypeError:
@@ -318,7 +267,7 @@ def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch
     if not has_peers():
         yield sent
         return
-    sizes = [sum(room(leaf.form) for form in theirs for leaf in form.leaves) for theirs in forms]
+    sizes = [sum(room(leaf) for form in theirs for leaf in form.leaves.values()) for theirs in forms]
     row = torch.empty(max(sizes), dtype=torch.uint8, device=device)
     row[: len(sent)] = sent
     received = torch.empty(len(forms), max(sizes), dtype=torch.uint8, device=device)
@@ -329,7 +278,7 @@ def _exchanged(here: list[torch.Tensor], forms: list[list[_Form]], device: torch
 
 def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> MergedBatch:
     batch_dim, rows = batches.batch_dim, [form.rows for form, _ in pieces]
-    (first, names), *others = ((form, [leaf.path for leaf in form.leaves]) for form, _ in pieces)
+    (first, names), *others = ((form, list(form.leaves)) for form, _ in pieces)
     for form, theirs in others:
         if sorted(theirs) != sorted(names):
             raise ModelError(
@@ -344,29 +293,28 @@ def _joined(pieces: list[_Piece], spec: TreeSpec, batches: WholeBatches) -> Merg
     if not cut[0]:
         raise ModelError("no output or target has a row for each sample, so there is no whole batch to see")
     asking: dict[str, torch.Tensor] = {}
-    for form, _ in pieces:
-        for leaf in form.leaves:
-            if leaf.has_gradient and leaf.path not in asking and leaf.path.split(".")[0] == OUTPUTS:
-                whole[leaf.path], asking[leaf.path] = _asking(whole[leaf.path])
+    for path in dict.fromkeys(path for form, _ in pieces for path in form.with_graph):
+        if path.split(".")[0] == OUTPUTS:
+            whole[path] = asking[path] = whole[path].detach().requires_grad_()
     starts = dict(zip((form.shard for form, _ in pieces), [sum(rows[:at]) for at in range(len(rows))], strict=True))
     outputs, target = unflatten(_with_lists(spec, "", lists), [whole[path] for path in spec.paths])
     return MergedBatch(outputs, target, sum(rows), starts, first.shard, asking, dims)
 
 
 def _dim_of_rows(path: str, pieces: Sequence[tuple[_Form, torch.Tensor]], batches: WholeBatches) -> int | None:
-    """Return the dimension of a leaf that holds its rows; None if it has none, and so one size in all shards."""
-    has_rows = batches.has_rows.get(path)
+    """Return the dimension of a leaf that holds its rows; None if it has none, and so one form in all shards."""
+    has_rows = batches.rows.get(path)
     dims = {row_dim(piece.shape, batches.batch_dim) for _, piece in pieces}
     dim = dims.pop() if len(dims) == 1 and has_rows is not False else None
     if dim is not None and all(piece.shape[dim] == form.rows for form, piece in pieces):
         return dim
     (form, piece), *others = pieces
     for other, theirs in others:
-        if theirs.shape != piece.shape:
+        if (theirs.shape, theirs.dtype) != (piece.shape, piece.dtype):
             raise ModelError(
-                f"{_named(path)} has the size {list(piece.shape)} in shard {form.shard}, of {form.rows} rows, and "
-                f"{list(theirs.shape)} in shard {other.shard}, of {other.rows}: it must have one row for each "
-                "sample, or one size in all shards"
+                f"{output_at(path)} is {dtypes_and_sizes(piece)} in shard {form.shard}, of {form.rows} rows, and "
+                f"{dtypes_and_sizes(theirs)} in shard {other.shard}, of {other.rows}: it must have one row for each "
+                "sample, or one size and dtype in all shards"
             )
     return None
 
@@ -405,51 +353,18 @@ def _check_constants(pieces: Sequence[_Piece], paths: Sequence[str], lists: Mapp
             )
             if mine != other and path.rpartition(".")[0] not in lists:
                 what = f"{mine:.40} in shard {first.shard}, and {other:.40} in shard {form.shard}"
-                raise ModelError(f"{_named(path)} is {what}: {OF_ROWS}")
-    if not others or not paths:
+                raise ModelError(f"{output_at(path)} is {what}: {OF_ROWS}")
+    pairs = [(path, form.shard, tensors[path], leaves[path]) for path in paths for form, tensors in others]
+    if not pairs:
         return
-    for path in paths:
-        dtypes = {leaves[path].dtype for _, leaves in pieces}
-        if len(dtypes) > 1:
-            raise ModelError(f"{_named(path)} has several dtypes, {listed(dtypes)}, in the shards: {OF_ROWS}")
     # A GPU is waited for once, however many they are.
-    same = [torch.stack([as_bytes(leaves[path]) for _, leaves in pieces]) for path in paths]
-    if not bool(torch.stack([(stack == stack[0]).all() for stack in same]).all()):
-        path, form = next(
-            (path, form)
-            for path in paths
-            for form, tensors in others
-            if not torch.equal(as_bytes(tensors[path]), as_bytes(leaves[path]))
-        )
+    same = torch.stack([(as_bytes(theirs) == as_bytes(mine)).all() for *_, theirs, mine in pairs]).tolist()
+    if not all(same):
+        path, shard, *_ = pairs[same.index(False)]
         raise ModelError(
-            f"{_named(path)} has no row for each sample, and is not the same in the shards {first.shard} and "
-            f"{form.shard}: {OF_ROWS}"
+            f"{output_at(path)} has no row for each sample, and is not the same in the shards {first.shard} and "
+            f"{shard}: {OF_ROWS}"
         )
-
-
-def _asking(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensor as one that a loss may write in place, and the leaf that gets its gradient.
-
-    The leaf has its size, and no memory. A leaf itself may not be written, nor a view of one.
-    """
-    leaf = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).requires_grad_()
-    with torch.enable_grad():
-        given: torch.Tensor = _Given.apply(leaf, [tensor.detach()])  # type: ignore[no-untyped-call]
-    return given, leaf
-
-
-class _Given(torch.autograd.Function):
-    """The tensor that is given in a list, with the gradient of a leaf of its size."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
-        """Return the tensor."""
-        return given[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient."""
-        return gradients[0], None
 
 
 class BatchLoss(ShardLoss):
@@ -468,14 +383,13 @@ class BatchLoss(ShardLoss):
         measures: Metrics,
         job: Job,
         device: torch.device,
-        batches: WholeBatches,
         over_batch: Mapping[str, Compare] | None = None,
     ) -> None:
         super().__init__(model, step, measures, job, device)
         self.over_batch = functions = over_batch or build_over_batch(job, self._device)
         self._of_batch = functions["loss"]
         self.beside = modules_beside(job, step, {**measures.functions, **functions})
-        self.batches = batches
+        self._batch_dim = job.batch_dim
         self._seed = job.seed
         self._aligns = must_align(job, device)
         self._gradients: dict[int, OutputGradients] = {}
@@ -484,66 +398,60 @@ class BatchLoss(ShardLoss):
         self._kept: StepOutput | None = None
 
     def run(self, batch: Any) -> StepOutput:
-        """Return the outputs of a shard."""
-        with self._cast():
-            return run_step(self._step, self.model, batch)
-
-    def _cast(self) -> Any:
-        return nullcontext() if self._autocast is None else autocast(*self._autocast)
+        """Return what the step gives of a shard: outputs, and maybe a target."""
+        step_output = super().run(batch)
+        if step_output.loss is not None or step_output.outputs is None:
+            raise ModelError(
+                "with a loss over the batch, step (in a loop, the loss function) returns a mapping with 'outputs', "
+                "and maybe 'target', which the loss gets once those of all shards are there"
+            )
+        return step_output
 
     def prepare(
-        self, replica: Replica, loaded: LoadedStep, seed: Seed, number: int, may_keep: bool
+        self,
+        replica: Replica,
+        loaded: LoadedStep,
+        seed: Seed,
+        number: int,
+        rows: Mapping[str, bool] = NO_ROWS,
+        may_keep: bool = True,
     ) -> tuple[LoadedStep, bool]:
         """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
 
-        A worker with a single shard keeps its graph, and runs it only here; returns whether it does. It does not in
-        the first step, which tries the shard again, in the step of the trial for rows, and if shard 0 has no rows, so
-        that the state stays.
+        A worker with a single shard keeps its graph, and runs it only here; returns whether it does. It does not if
+        shard 0 has no rows, so that the state stays. `seed` makes the gradient with which the loss's backward begins.
+        `number` is that of the step's pass. `rows` says by path which outputs have rows, as far as that is known.
+        Every rank calls this.
         """
         loaded = loaded._replace(loaded=list(loaded.loaded))
         filled = [part for part in loaded.loaded if part.shard.rows]
         dummies, run = replica.dummies(loaded.step, len(filled)), replica.forwards.gathering(self.run)
-        tried = next((at for at, part in enumerate(filled) if self.batches.is_due(part.shard.rows)), None)
-        may_keep = may_keep and tried is None and not loaded.lacks_shard_0
-        is_kept = may_keep and len(filled) + len(dummies) == 1
+        is_kept = may_keep and not loaded.lacks_shard_0 and len(filled) + len(dummies) == 1
         replica.clock.enter(Part.FORWARD)
         replica.begin(len(filled) if is_kept else 2)
         own: list[ShardOutput] = []
         for turn in replica.rounds(loaded, dummies):
-            if turn.shard is not None:
-                replica.running_batch = turn.batch, turn.rows
             output = replica.run(turn.shard, run, turn.batch if is_kept else copied(turn.batch), number=number)
             if turn.shard is not None:
                 own.append(detached(output, turn.shard, not is_kept))
             if is_kept:
                 self._kept = output
             del output  # and its graph
-        replica.running_batch = None
-        if tried is not None:
-            own[tried] = self._tried(replica, filled[tried], own[tried], number)
         if is_kept:
             replica.leave_state()
         else:
             replica.restore()
-        replica.run_batch(loaded.step, self.take, loaded.whole, own, seed, number)
+        batches = WholeBatches(self._batch_dim, rows)
+        replica.run_batch(loaded.step, self._take, loaded.whole, own, batches, seed, number)
         return loaded, is_kept
 
-    def _tried(self, replica: Replica, loaded: LoadedShard, output: ShardOutput, number: int) -> ShardOutput:
-        """Run a shard with one row less; return its output with what that shows."""
-        before = replica.clock.enter(Part.OTHER)
-        replica.restore()  # its errors are no trial's
-        run = partial(replica.run, loaded.shard, self.run, number=number)
-        output = self.batches.tried(run, self.batches.one_less(loaded.batch, loaded.shard.rows), output)
-        replica.clock.enter(before)
-        return output
-
-    def take(self, whole: Shard, own: Sequence[ShardOutput], seed: Seed, number: int = 0) -> None:
+    def _take(self, whole: Shard, own: Sequence[ShardOutput], batches: WholeBatches, seed: Seed, number: int) -> None:
         """Compute the loss of the whole batch; `own` are this worker's shards. Every rank calls this.
 
         `seed` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
         """
         self._gradients, self.value = {}, None
-        merged = merged_batch(own, self._device, self.batches)
+        merged = merged_batch(own, self._device, batches)
         if merged is None:
             return
         seed_of_batch(self._seed, whole, self._device, number)
@@ -572,6 +480,8 @@ class BatchLoss(ShardLoss):
     def forward(self, batch: Any, rows: int, shard: int | None = None) -> torch.Tensor:
         """Return a scalar whose backward gives the shard's outputs their gradients, and set `result`.
 
+        Before they are known, it gives those of the sum of all outputs.
+
         Raises ModelError if the outputs have another form than in the first forward.
         """
         if rows == 0:
@@ -579,11 +489,12 @@ class BatchLoss(ShardLoss):
         kept, self._kept = self._kept, None
         step_output = self.run(batch) if kept is None else kept
         outputs = step_output.outputs
-        loss = _sum_of(outputs) if shard is None else _giving(outputs, self._gradients[shard])
+        given = None if shard is None else self._gradients.get(shard)
+        loss = _sum_of(outputs) if given is None else _giving(outputs, given)
         measured = [Weighted(torch.zeros(()) if self.value is None else self.value * rows, rows)]
-        if self._measures.functions:
+        if self.measures.functions:
             with torch.no_grad(), self._cast():
-                measured += self._measures(step_output, rows)
+                measured += self.measures(step_output, rows)
         self.result.row = row_of(measured, self._device)
         self.result.step_output = step_output
         return loss
@@ -653,19 +564,6 @@ def detached(output: StepOutput, shard: Shard, runs_again: bool = True) -> Shard
     return ShardOutput(shard, map_leaves(marked, output.outputs), map_leaves(kept, output.target))
 
 
-def shard_loss(
-    model: nn.Module,
-    step: Step,
-    measures: Metrics,
-    job: Job,
-    device: torch.device,
-    trial: RowTrial | None = None,
-    over_batch: Mapping[str, Compare] | None = None,
-) -> ShardLoss:
-    """Return the module that runs a shard of the job forward.
-
-    A loss over the batch has a `trial` of its outputs. `over_batch` are functions that are built already.
-    """
-    if job.loss_over_batch:
-        return BatchLoss(model, step, measures, job, device, WholeBatches(job, trial), over_batch)
-    return ShardLoss(model, step, measures, job, device)
+def shard_loss(model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> ShardLoss:
+    """Return the module that runs a shard of the job forward."""
+    return (BatchLoss if job.loss_over_batch else ShardLoss)(model, step, measures, job, device)

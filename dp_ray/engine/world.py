@@ -11,27 +11,26 @@ from a mistake in the job.
 
 import functools
 import io
-import json
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers a backend)
 
-from dp_ray.errors import DataError, Error, JobError, ModelError, WorkerError
+from dp_ray.errors import Error, JobError, ModelError, WorkerError
 from dp_ray.system.linux import SHARED_MEMORY, cut_sockets, open_sockets
 from dp_ray.system.process import patched
 from dp_ray.system.threads import waiting
+from dp_ray.tensors.flat import as_bytes, from_bytes
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it, unless a step may take longer
@@ -63,10 +62,6 @@ class World:
     def devices(self) -> tuple[torch.device, ...]:
         """All devices of the worker's model, at least one."""
         return self.all_devices or (self.device,)
-
-    def with_inputs_on(self, device: torch.device) -> "World":
-        """Return a copy whose inputs go to `device`."""
-        return replace(self, device=device)
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.node}"
@@ -123,15 +118,13 @@ def form_group(
     _within, _pickler = within, pickler
     _timeout = NO_TIMEOUT if step_seconds is None else max(TIMEOUT, timedelta(seconds=2 * step_seconds))
     # NCCL keeps its flight recorder in the first group of a process.
-    _everyone = _made(backend, store, world.rank, world.world_size, "all", bound_gpu(backend, world))
+    _everyone = _made(backend, store, world.rank, world.world_size, bound_gpu(backend, world))
     _store, _backend = store, backend
     show_alone(backend)
     store.set_timeout(_timeout)
 
 
-def _made(
-    backend: str, store: Any, rank: int, size: int, describes: str, gpu: torch.device | None = None
-) -> dist.ProcessGroup:
+def _made(backend: str, store: Any, rank: int, size: int, gpu: torch.device | None = None) -> dist.ProcessGroup:
     """Make a group beside torch's default one; torch's own `new_group` only makes parts of that.
 
     Where a peer dies once it has said where it is found, gloo waits for its connection as long as for a collective.
@@ -149,7 +142,7 @@ def _made(
         cast("distributed_c10d.GroupName", f"dp_ray-{_num_groups}"),
         timeout=_within or _timeout,
         device_id=gpu,
-        group_desc=describes,
+        group_desc="all",
     )
     if _within is not None:
         distributed_c10d._set_pg_timeout(_timeout, group)
@@ -225,7 +218,7 @@ def alone(needs_group: bool) -> Iterator[None]:
     world_group = dist.group.WORLD
     if needs_group:
         _store, _backend = dist.HashStore(), "gloo"  # type: ignore[attr-defined]
-        _everyone = _made(_backend, _store, 0, 1, "all")
+        _everyone = _made(_backend, _store, 0, 1)
     try:
         yield
     finally:
@@ -259,7 +252,7 @@ def new_group(backend: str | None = None) -> dist.ProcessGroup:
     gpu = _everyone.bound_device_id if "nccl" in backend else None
     if _within is not None:
         begin_sum(torch.zeros(1)).wait()  # so that all have come, and a loss is heard of as in any collective
-    return _made(backend, _store, _everyone.rank(), _everyone.size(), "all", gpu)
+    return _made(backend, _store, _everyone.rank(), _everyone.size(), gpu)
 
 
 @contextmanager
@@ -268,7 +261,7 @@ def pretended(workers: int) -> Iterator[None]:
     global _everyone, _backend, _num_groups
     before = _everyone, _backend, _num_groups  # the number too: all workers must name their next group alike
     _backend = "fake"
-    _everyone = _made(_backend, dist.HashStore(), 0, workers, "pretended")  # type: ignore[attr-defined]
+    _everyone = _made(_backend, dist.HashStore(), 0, workers)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -308,11 +301,22 @@ def broadcast_bytes(data: bytes) -> bytes:
         stop = min(size, start + BROADCAST_BYTES)
         piece = bytearray(data[start:stop]) if received is None else memoryview(received)[start:stop]
         with waiting("rank 0"):
-            dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), src=0, group=_everyone)
+            from_rank(torch.frombuffer(piece, dtype=torch.uint8))
     return data if received is None else received
 
 
-def pickled(value: Any) -> bytes:
+def from_rank(tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+    """Return the dense tensor of the rank `source` on every rank; every rank calls this, with one of the same form.
+
+    It comes into the tensor's own memory if that is contiguous, else into a new tensor.
+    """
+    raw = as_bytes(tensor)  # gloo and NCCL do not support every dtype
+    if len(raw):
+        dist.broadcast(raw, src=source, group=_everyone)
+    return from_bytes(raw, tensor)
+
+
+def message_of(value: Any) -> bytes:
     """Pickle a value for the other workers. Raises what the group's pickler raises."""
     try:
         return pickle.dumps(value, 5)
@@ -327,89 +331,17 @@ def gathered(value: Any) -> list[Any]:
     if _everyone is None or not has_peers():
         return [value]
     values: list[Any] = [None] * _everyone.size()
-    sent = pickled(value)
+    sent = message_of(value)
     with waiting("all ranks"):
         dist.all_gather_object(values, sent, group=_everyone)
     return [pickle.loads(each) for each in values]
 
 
-def check_same_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
-    """Raise DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
-
-    Every rank calls this. `rows` is this rank's length of the dataset `key`. `on_driver` maps keys to the lengths
-    that the driver found.
-    """
-    holders: dict[int, list[str]] = {on_driver[key]: ["the driver"]} if key in on_driver else {}
-    for rank, length in enumerate(gathered(rows)):
-        holders.setdefault(length, []).append(f"rank {rank}")
-    if len(holders) > 1:
-        lengths = "; ".join(f"{length} rows on {', '.join(where)}" for length, where in holders.items())
-        raise DataError(
-            f"{key}: its length differs: {lengths}; all must read the same data: see what each node holds"
-        )
-
-
-STATES = ("scheduled", "started", "over")  # of a collective, in order; gloo records no start
-
-
-class Collective(NamedTuple):
-    """The oldest collective of a process group that is not over on a rank; if all are over, the newest.
-
-    `number` counts the group's collectives, which all of its ranks run in the same order.
-    """
-
-    group: str  # the backend, and the group's name and description
-    number: int
-    name: str
-    sizes: str  # of what goes in
-    state: str  # of STATES
-
-    @property
-    def at(self) -> tuple[int, int]:
-        """How far the group has come on the rank; larger is further."""
-        return self.number, STATES.index(self.state)
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.number} of {self.sizes}, {self.state}"
-
-
-def recorded_collectives() -> tuple[str, tuple[Collective, ...]]:
-    """Return torch's flight recorder as JSON, and where each process group stands; "" if it records nothing.
-
-    NCCL and gloo keep the last collectives, by default 2,000. Any thread may call this, also while collectives hang.
-    As JSON it holds no stacks: these would be looked up under Python's lock.
-    """
-    calls = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, which a build for CPUs has not, and of gloo
-    texts = [getattr(_distributed_c10d, name)().decode() for name in calls if hasattr(_distributed_c10d, name)]
-    recorded = [entry for text in texts for entry in json.loads(text).get("entries", ())]
-    return f"[{', '.join(texts)}]" if recorded else "", current_collectives(recorded)
-
-
-def current_collectives(recorded: Iterable[Mapping[str, Any]]) -> tuple[Collective, ...]:
-    """Return where each process group stands, of the flight recorder's entries in the order of their begin."""
-    current: dict[str, Collective] = {}
-    for entry in recorded:
-        # One of two ranks alone has a count of its own; and the default group is the user's, of one rank.
-        if entry["is_p2p"] or entry["process_group"][-1] == "default_pg":
-            continue
-        backend, _, name = entry["profiling_name"].partition(":")
-        # gloo leaves the state as it was, and only retires what is over. NCCL also retires what has timed out.
-        is_over = entry["state"] == "completed" or (backend == "gloo" and entry["retired"])
-        state = STATES[-1] if is_over else entry["state"]
-        group = " ".join([backend, *entry["process_group"]])
-        sizes = " ".join(map(str, entry["input_sizes"])) or "nothing"
-        new = Collective(group, entry["collective_seq_id"], name, sizes, state)
-        before = current.get(group)
-        # The numbers start again with each job of a session, whose groups have the same names.
-        if before is None or before.state == STATES[-1] or new.number < before.number:
-            current[group] = new
-    return tuple(current.values())
-
-
 class Trouble(Enum):
     """What is wrong with a machine, not with the job: the sign in an error's text, and what to do.
 
-    The texts are those of CUDA, NCCL, torch and the system. The first one that is found counts.
+    It `is_final` if it is there as long as nobody changes the machine, or the job. The texts are those of CUDA, NCCL,
+    torch and the system. The first one that is found counts.
     """
 
     NO_MULTICAST = (
@@ -417,11 +349,13 @@ class Trouble(Enum):
         r"the present state)')",
         "this is mostly NCCL's multicast over NVLink (NVLS), on a node whose nvidia-fabricmanager does not run as it "
         'should: check it, or set env: {NCCL_NVLS_ENABLE: "0"}',
+        True,
     )
     NO_FABRIC = (
         "system not yet initialized",
         "the GPUs of this node are connected by NVSwitches, and nvidia-fabricmanager does not run, or is of another "
         "version than the driver: start it there (systemctl start nvidia-fabricmanager)",
+        True,
     )
     SHARED_MEMORY = (
         r"unable to (open|allocate) shared memory(?!.*Too many open files)|shared memory segment"
@@ -445,21 +379,17 @@ class Trouble(Enum):
         r"|Driver/library version mismatch",
         f"the NVIDIA driver of this node does not fit this torch (CUDA {torch.version.cuda}): install a newer "
         "driver, and reboot, or a torch that is built for an older CUDA",
+        True,
     )
     NO_KERNEL = (
         "no kernel image is available",
         "this torch, or an extension of it, is not built for GPUs of this model: install one that is "
         "(torch.cuda.get_arch_list() says for which it is built)",
+        True,
     )
 
-    def __init__(self, sign: str, remedy: str) -> None:
-        self.sign = re.compile(sign)
-        self.remedy = remedy
-
-    @property
-    def is_final(self) -> bool:
-        """Whether it is there as long as nobody changes the machine, or the job."""
-        return self in (Trouble.NO_MULTICAST, Trouble.NO_FABRIC, Trouble.OLD_DRIVER, Trouble.NO_KERNEL)
+    def __init__(self, sign: str, remedy: str, is_final: bool = False) -> None:
+        self.sign, self.remedy, self.is_final = re.compile(sign), remedy, is_final
 
 
 def trouble_of(error: BaseException | None) -> Trouble | None:
@@ -483,15 +413,52 @@ def _told(trouble: Trouble, text: str) -> str:
 
 
 class Cause(Enum):
-    """Why a collective failed."""
+    """Why a collective failed: the sign in the error's text, and the error to raise, with the line that shows it.
 
-    NOT_BUILT = auto()  # this worker's torch lacks the backend
-    SHARED_GPU = auto()  # two workers use one GPU
-    MISUSED = auto()  # NCCL refuses what it is asked to do
-    OUT_OF_MEMORY = auto()  # NCCL found no memory left on the GPU
-    MACHINE = auto()  # a Trouble of the machine
-    LOST_PEER = auto()  # another worker, or the connection to it
-    UNKNOWN = auto()  # which may be a lost worker too
+    No retry mends what is a JobError. The first sign that is found counts: NCCL's own cause says more than its result
+    code, which differs between versions.
+    """
+
+    NOT_BUILT = (  # this worker's torch lacks the backend
+        r"Distributed package doesn't have \w+ built in",
+        JobError,
+        "this worker's torch cannot do collectives between GPUs: %s; install a torch with CUDA on every node, or set "
+        "gpus_per_worker: 0 to run on CPUs",
+    )
+    SHARED_GPU = (
+        r"Duplicate GPU detected",
+        JobError,
+        "two workers use the same GPU, as NCCL never does: %s; set gpus_per_worker: 1 or more without devices, so "
+        "that each worker has its own; with 0.5 and the like they share one; slices of one GPU (MIG) are the same "
+        "GPU to NCCL",
+    )
+    MISUSED = (
+        r"ncclInvalid(Usage|Argument)|tensor not on device passed to init_process_group",
+        JobError,
+        "NCCL refuses what it is asked to do, and would again: %s; check gpus_per_worker, devices and NCCL's "
+        "variables; env: {NCCL_DEBUG: WARN} has NCCL say more",
+    )
+    OUT_OF_MEMORY = (
+        r"(?s)ncclUnhandledCudaError.*(out of memory|Failed to CUDA [cm]alloc)",
+        ModelError,
+        "NCCL found no memory left on the GPU: %s; end what else holds its memory, or take more or larger GPUs "
+        "(gpus_per_worker, accelerator_type)",
+    )
+    MACHINE = (
+        "|".join(f"({trouble.sign.pattern})" for trouble in Trouble),
+        ModelError,
+        "the workers cannot exchange anything: %s",
+    )
+    LOST_PEER = (  # or the connection to it
+        r"ncclRemoteError|remote peer|[Cc]onnect(ion|FullMesh)? |[Tt]imed out|[Tt]imeout|got 0 bytes"
+        r"|Call to (recv|send)|Broken pipe",
+        WorkerError,
+        "another worker was lost: %s",
+    )
+    UNKNOWN = ("", WorkerError, "a collective failed, perhaps because another worker was lost: %s")
+
+    def __init__(self, sign: str, kind: type[Error], says: str) -> None:
+        self.sign, self.kind, self.says = re.compile(sign), kind, says
 
 
 class FailedCollective(NamedTuple):
@@ -500,20 +467,13 @@ class FailedCollective(NamedTuple):
     cause: Cause
     line: str
 
+    def error(self) -> Error:
+        """Return a WorkerError if another worker is, or may be, lost; a JobError for what no retry mends."""
+        return self.cause.kind(self.cause.says % self.line)
+
 
 # gloo's errors are plain RuntimeErrors, and so is any error of a communication hook: only their texts differ.
 _OF_A_GROUP = re.compile(r"gloo/|\bGloo |NCCL|Connection (reset|closed) by peer|Distributed package")
-
-# The first match counts: NCCL's own cause says more than its result code, which differs between versions.
-_CAUSES = {
-    Cause.NOT_BUILT: r"Distributed package doesn't have \w+ built in",
-    Cause.SHARED_GPU: r"Duplicate GPU detected",
-    Cause.MISUSED: r"ncclInvalid(Usage|Argument)|tensor not on device passed to init_process_group",
-    Cause.OUT_OF_MEMORY: r"(?s)ncclUnhandledCudaError.*(out of memory|Failed to CUDA [cm]alloc)",
-    Cause.MACHINE: "|".join(f"({trouble.sign.pattern})" for trouble in Trouble),
-    Cause.LOST_PEER: r"ncclRemoteError|remote peer|[Cc]onnect(ion|FullMesh)? |[Tt]imed out|[Tt]imeout|got 0 bytes"
-    r"|Call to (recv|send)|Broken pipe",
-}
 
 
 def failed_collective(error: BaseException) -> FailedCollective | None:
@@ -525,8 +485,7 @@ def failed_collective(error: BaseException) -> FailedCollective | None:
         return FailedCollective(Cause.LOST_PEER, _line(text))
     if not isinstance(error, dist.DistError) and not _OF_A_GROUP.search(text):
         return None
-    causes = (cause for cause, pattern in _CAUSES.items() if re.search(pattern, text))
-    cause = next(causes, Cause.UNKNOWN)
+    cause = next(cause for cause in Cause if cause.sign.search(text))
     trouble = _trouble_in(text) if cause is Cause.MACHINE else None
     return FailedCollective(cause, _line(text) if trouble is None else _told(trouble, text))
 
@@ -546,33 +505,6 @@ def passes(error: BaseException) -> bool:
     """
     failed = failed_in_group(error)
     return failed is not None and failed.cause is not Cause.OUT_OF_MEMORY
-
-
-def group_error(failed: FailedCollective) -> Error:
-    """Return a WorkerError if another worker is, or may be, lost; a JobError for what no retry mends."""
-    line = failed.line
-    match failed.cause:
-        case Cause.NOT_BUILT:
-            advice = "install a torch with CUDA on every node, or set gpus_per_worker: 0 to run on CPUs"
-            return JobError(f"this worker's torch cannot do collectives between GPUs: {line}; {advice}")
-        case Cause.SHARED_GPU:
-            advice = "set gpus_per_worker: 1 or more without devices, so that each worker has its own"
-            return JobError(
-                f"two workers use the same GPU, as NCCL never does: {line}; {advice}; with 0.5 and the like they "
-                "share one; slices of one GPU (MIG) are the same GPU to NCCL"
-            )
-        case Cause.MISUSED:
-            advice = "check gpus_per_worker, devices and NCCL's variables; env: {NCCL_DEBUG: WARN} has NCCL say more"
-            return JobError(f"NCCL refuses what it is asked to do, and would again: {line}; {advice}")
-        case Cause.OUT_OF_MEMORY:
-            advice = "end what else holds its memory, or take more or larger GPUs (gpus_per_worker, accelerator_type)"
-            return ModelError(f"NCCL found no memory left on the GPU: {line}; {advice}")
-        case Cause.MACHINE:
-            return ModelError(f"the workers cannot exchange anything: {line}")
-        case Cause.LOST_PEER:
-            return WorkerError(f"another worker was lost: {line}")
-        case Cause.UNKNOWN:
-            return WorkerError(f"a collective failed, perhaps because another worker was lost: {line}")
 
 
 # Which key of a job to set: torch's own texts do not say it.

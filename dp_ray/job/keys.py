@@ -865,7 +865,7 @@ class JobKeys(WorkerKeys, WorkKeys):
     """How many times all workers are started again, after a loss, a hang or an error that may pass, before the job
     fails."""
     flops: bool = False
-    """train and predict: count the floating-point operations of a row. Rank 0 runs its first shard once more for it,
+    """train and predict: count the floating-point operations of a row. The first shard runs once more for it,
     without a trace in the result."""
     profile: str | None = None
     """Steps to trace with torch.profiler, and the rank: `10-20:3`, or `10-20:slowest` in a training. Without a rank:

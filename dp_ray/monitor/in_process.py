@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dp_ray.engine.devices import devices_here
-from dp_ray.engine.objects import copied_object, reached, refused
+from dp_ray.engine.ship import pickled_copy, reached, refused
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
@@ -138,7 +138,7 @@ def _copied(job: Job, all_objects: bool) -> Job:
         if error is None:
             shared |= reach
         elif key == "model" and not all_objects:
-            raise refused(key, value, error, lambda part: copied_object(part, kept)) from error
+            raise refused(key, value, error, lambda part: pickled_copy(part, kept)) from error
         else:
             kept.append(value)
     reaches = {key: reached(value, kept) for key, value in others.items()}
@@ -150,10 +150,10 @@ def _copied(job: Job, all_objects: bool) -> Job:
             elif all_objects:
                 kept.append(others[key])
             else:
-                raise refused(key, others[key], error, lambda part: copied_object(part, kept)) from error
+                raise refused(key, others[key], error, lambda part: pickled_copy(part, kept)) from error
     kept += [others[key] for key in reaches]
     try:
-        own_job: Job = copied_object(job, [target for target in kept if target is not None])
+        own_job: Job = pickled_copy(job, [target for target in kept if target is not None])
         return own_job
     except Exception as error:  # a user's __setstate__ may raise anything
-        raise refused("model", job.model, error, lambda part: copied_object(part, kept)) from error
+        raise refused("model", job.model, error, lambda part: pickled_copy(part, kept)) from error

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dp_ray.engine.clock import DevicePlace, Part
-from dp_ray.engine.world import STATES, Collective
 from dp_ray.errors import ModelError, other_calls
-from dp_ray.messages import Beat, WorkerReady, beat_interval
+from dp_ray.messages import STATES, Beat, Collective, WorkerReady, beat_interval
 from dp_ray.rundir.files import FLIGHT_RECORDER
 from dp_ray.text import listed
 

@@ -381,7 +381,7 @@ class Exchange:
                             ranks,
                             call.shards,
                             layout.lengths,
-                            bool(call.sparse),
+                            {index: call.forms[index] for index in sorted(call.sparse)},
                             self.threads,
                         )
                         for member in members  # those without a shard too: they take part in the sum

@@ -18,12 +18,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dp_ray.engine.call_state import Written
-from dp_ray.engine.objects import what_fails
-from dp_ray.engine.world import is_gpu
+from dp_ray.engine.ship import Apart, what_fails
 from dp_ray.errors import JobError, ModelError
 from dp_ray.tasks.shipped import (
     OF_MODULES,
-    Apart,
     NotByValue,
     Structure,
     TensorForm,
@@ -33,6 +31,7 @@ from dp_ray.tasks.shipped import (
     why_odd,
 )
 from dp_ray.tasks.wire import packed, unpacked
+from dp_ray.tensors.changed import bits_differ
 from dp_ray.tensors.flat import flat
 
 
@@ -109,13 +108,13 @@ class ModuleWatch:
         return _path(module, tensor, self._pickler)
 
     def take_written(self, module: nn.Module, written: Sequence[Written]) -> None:
-        """Set parameters and buffers to what the forward of shard 0 has made of them; make and remove buffers too.
+        """Set parameters and buffers to what the forward of shard 0 has made of them.
 
         What it wrote in place is written in place here. Else a graph of the caller's may need the tensor of before.
         """
         modules = dict(module.named_modules())
         now: dict[str, torch.Tensor] = {}  # by the first names
-        for name, first, value, is_persistent, is_anew in written:
+        for name, first, value, is_anew in written:
             prefix, _, key = name.rpartition(".")
             owner = modules[prefix]
             is_parameter = key in owner._parameters
@@ -128,10 +127,8 @@ class ModuleWatch:
             if new is not None:
                 with torch.inference_mode(False):  # a module whose buffer is an inference tensor cannot load a state
                     now[name] = new.to(self._device if old is None else old.device, copy=True)
-            if not first:
-                owner._buffers.pop(key, None)
-            elif not is_parameter:
-                owner.register_buffer(key, now.get(first), is_persistent)
+            if not is_parameter:
+                owner._buffers[key] = now.get(first)
             elif old is not None and first == name:
                 old.data = now[name]
 
@@ -259,7 +256,7 @@ class _Look:
             return by(value, self._pickler, name)
         except Exception as error:
             # Hooks of parameters stay here, where the gradients come.
-            what = what_fails(self.module, lambda value: by(value, self._pickler, name), with_hooks=False)
+            what = what_fails(self.module, lambda value: by(value, self._pickler, name))
             if isinstance(error, NotByValue):
                 raise ModelError(
                     f"{what}: holds a tensor that wants a gradient, which would not come to it: make it a parameter"
@@ -297,7 +294,7 @@ def _path(module: nn.Module, tensor: torch.Tensor, pickler: Any) -> str:
         if value is tensor:
             raise NotByValue
 
-    return what_fails(module, lambda value: digest(value, pickler, refuse), with_hooks=False)
+    return what_fails(module, lambda value: digest(value, pickler, refuse))
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
@@ -333,23 +330,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers, so that NaN equals itself and -0.0 is not 0.0."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
-
-
 def _changed(tensors: list[torch.Tensor], copies: tuple[torch.Tensor, ...]) -> list[int]:
     """Return the indices of the tensors whose elements differ from their copies."""
-    pairs = [(_bits(tensor), _bits(copy)) for tensor, copy in zip(tensors, copies, strict=True)]
-    on_gpu = [index for index, tensor in enumerate(tensors) if is_gpu(tensor.device)]
-    found = [index for index, (now, sent) in enumerate(pairs) if now.is_cpu and not torch.equal(now, sent)]
-    if on_gpu:  # one wait for all
-        differ = torch.stack([(pairs[index][0] != pairs[index][1]).any() for index in on_gpu])
-        found += [index for index, differs in zip(on_gpu, differ.tolist(), strict=True) if differs]
-    return sorted(found)
+    return [index for index, differs in enumerate(bits_differ(list(zip(tensors, copies, strict=True)))) if differs]

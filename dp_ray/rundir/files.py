@@ -35,6 +35,7 @@ RUN = "run.json"  # the job, and which driver runs it
 RESULT = "result.json"
 BEFORE_RETRY = "before-retry.json"  # the result of a prediction that is retried; gone once the retry has ended well
 SHAPES = "shapes.parquet"
+FACTS = "facts.json"  # what was asked before the first step (`tasks/preflight.py`); gone once the run is done
 SWEEP = "sweep.json"  # in the directory of a sweep: its definition and its trials
 CHECKPOINTS = "checkpoints"  # the folder of a training's checkpoints
 FLIGHT_RECORDER = "flight_recorder"  # the folder of the collectives of attempts that hung
@@ -59,6 +60,7 @@ LAST_END = "kuberay.json"  # how a job in Kubernetes has ended; of a bad job it 
 TRACES = frozenset(
     (
         *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
+        FACTS,
         *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
         *("fetched.json", LAST_END),
         *("flight_recorder", "recent.parquet", "tensorboard", "trackers", "files"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.engine.optimizer import evaluated_weights
+from dp_ray.engine.average import evaluated_weights
 from dp_ray.engine.world import World, broadcast, is_rank_0
 from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.records import Record

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.engine.optimizer import evaluated_weights, weights_of_average
+from dp_ray.engine.average import evaluated_weights, weights_of_average
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.records import Record

@@ -16,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from dp_ray.errors import is_users
@@ -204,6 +204,29 @@ def own_folders() -> list[str]:
 def import_from(folders: Iterable[str]) -> None:
     """Have modules be found in these folders too, as far as they are here."""
     sys.path += [folder for folder in folders if folder not in sys.path and os.path.isdir(folder)]
+
+
+def replaced_in_modules() -> list[str]:
+    """Return the names in modules, and in their classes, under which a function or class of the script stands."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name in SCRIPT or type(module) is not ModuleType:
+            continue
+        for key, value in list(vars(module).items()):
+            owner = value.__module__ if issubclass(type(value), FunctionType | type) else None
+            if owner in SCRIPT:
+                found.append(f"{name}.{key}")
+            elif owner == name and issubclass(type(value), type):
+                parts = list(vars(value).items())
+                found += [
+                    f"{name}.{key}.{at}"
+                    for at, part in parts
+                    if type(part) is FunctionType and part.__module__ in SCRIPT
+                ]
+    return found
+
+
+SCRIPT = ("__main__", "__mp_main__")
 
 
 def imported_files() -> tuple[str, ...]:

@@ -20,11 +20,10 @@ from typing import Any, TypeAlias
 import torch
 
 from dp_ray.engine.clock import Part
+from dp_ray.engine.loader import StepTimes
 from dp_ray.engine.loading import Source
 from dp_ray.engine.packing import packings
-from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Update
-from dp_ray.engine.update import Updates
 from dp_ray.engine.weights import advice_on, tensors_of
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
@@ -32,16 +31,16 @@ from dp_ray.job.files import differences, same
 from dp_ray.job.job import Job
 from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.samples import describe_order, mixture_of
+from dp_ray.messages import Logged
 from dp_ray.plan.split import Split
 from dp_ray.rundir.checkpoint import CHECKPOINTS, Checkpoint, CheckpointWriter, newest, pack, steps_of
 from dp_ray.rundir.files import replacing
-from dp_ray.rundir.history import HISTORY, write_piece
+from dp_ray.rundir.history import HISTORY, History, write_piece
 from dp_ray.rundir.ledger import fenced
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
 from dp_ray.rundir.weights import BEST, EMA, tensors_of_files, write_best, write_weights
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train_state import TrainState
-from dp_ray.telemetry.times import History
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
 from dp_ray.text import listed
 
@@ -123,7 +122,11 @@ class Checkpointer(PieceKeeper):
             # A checkpoint of a step that only a lost worker has finished keeps its rows: a restart may read it.
             kept = max(kept, *steps_of(run.child(CHECKPOINTS)), 0)
         pieces, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
-        self._history = History(pieces, split, trainer.measured, extra, kept, context.send, mixture=mixture)
+        self._history = History(
+            *(pieces, split, trainer.measured, extra, kept),
+            send=lambda rows: context.send(Logged(tuple(rows))),
+            mixture=mixture,
+        )
         if context.held is not None:
             context.held.look(run)
             self._history.take_in(context.held.rows)
@@ -216,8 +219,6 @@ def checkpointing(training: Training, before: Callable[[], None]) -> Iterator[Pi
     """
     rank, sharers = training.context.world.rank, training.trainer.placement.sharers
     if rank != 0 and sharers is None:
-        if training.context.held is not None:
-            training.trainer.state.state()  # as on rank 0, which may be lost: what forwards change is known
         yield None
         return
     checkpoints = fenced(training.context.run, training.context.attempt).child(CHECKPOINTS)
@@ -352,8 +353,6 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
     Raises ModelError if the checkpoint has other parameters than the model.
     """
     about, trainer = checkpoint.about, training.trainer
-    if isinstance(trainer.optimizer_step, Updates):
-        trainer.optimizer_step.grow(about["parameters"], checkpoint.state)
     if about["parameters"] != trainer.optimizer_step.names:
         if training.context.job.loop is not None:
             raise ModelError(
@@ -371,8 +370,8 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
         if is_planned and schedule.begin_anew():
             now = trainer.optimizer_step.learning_rate
             says = f"the scheduler is planned anew: the learning rate goes on at {now:.4g}, not {rate:.4g}"
-        elif schedule.lengths:
-            says = f"the scheduler stays as it was built ({schedule.lengths})"
+        elif schedule.schedulers:
+            says = "the scheduler stays as it was built"
         if says:
             training.context.say(f"{steps} steps now, {before} before: {says}")
     return TrainState(**about["running"])
@@ -430,6 +429,7 @@ def keep_weights(training: Training) -> None:
     Raises StorageError on rank 0 if a later attempt than this one has begun.
     """
     context, trainer = training.context, training.trainer
+    trainer.state.compare()  # what only this worker's forwards have changed shows here
     with trainer.optimizer_step.evaluating():
         tensors = tensors_of(trainer.model)
         average = {} if trainer.average is None else trainer.average.tensors()

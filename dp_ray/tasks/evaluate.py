@@ -7,7 +7,6 @@ from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics
 from dp_ray.engine.loading import Source, load_steps
 from dp_ray.engine.step import StepEnd, build_step
 from dp_ray.engine.weights import synchronise
-from dp_ray.engine.world import check_same_rows
 from dp_ray.errors import JobError
 from dp_ray.job.keys import measured_by
 from dp_ray.job.plan import evaluations_of, split_of
@@ -16,7 +15,16 @@ from dp_ray.messages import Measured
 from dp_ray.plan.split import Work
 from dp_ray.tasks.checkpoints import Training
 from dp_ray.tasks.loop import Run, shards_of_step, times_of
-from dp_ray.tasks.setup import Context, begin_quarantine, check_unchanged, load_dataset, model_to_run, set_aside
+from dp_ray.tasks.preflight import Answers, evaluated
+from dp_ray.tasks.setup import (
+    Context,
+    begin_quarantine,
+    check_same_rows,
+    check_unchanged,
+    load_dataset,
+    model_to_run,
+    set_aside,
+)
 
 
 def evaluate(context: Context) -> None:
@@ -28,8 +36,8 @@ def evaluate(context: Context) -> None:
     split, times = split_of(job, len(dataset)), times_of(context)
     work = Work(split, world.world_size, world.rank)
     measures, states = build_metrics(job)
-    step, forwards, trial = build_step(job, world), placement.forwards(), placement.row_trial()
-    evaluation = Evaluation(job, step, measures, states, world.device, forwards, clock=times.clock, trial=trial)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, placement, clock=times.clock)
+    answers = Answers(context)
     for module in evaluation.beside.values():
         synchronise(module)
     quarantine = begin_quarantine(context, dataset, lambda *_: False)
@@ -37,15 +45,17 @@ def evaluate(context: Context) -> None:
     with (
         closing(load_steps(source, work, world.device, quarantine, times=times)) as loaded,
         Run(context, called, split, times) as run,
-        closing(evaluation.run(called, work, loaded, mixture_of(dataset))) as evaluated,
+        evaluation.replica(called, work) as replica,
+        closing(evaluated(answers, evaluation, replica, loaded, mixture_of(dataset))) as ran,
     ):
+        placement.watch_attributes(replica.state)
         for number in run.steps():
-            for shard in shards_of_step(number, evaluated):
+            for shard in shards_of_step(number, ran):
                 run.on_shard(*shard)
             run.recorder.on_step(number)
         control.before(split.total_steps)  # the workers wait for each other's sums, and for no step any more
         # All workers come here, also those without a shard in the last step: it sums over all of them.
-        measured = next(evaluated)
+        measured = next(ran)
         run.close()
     run.send_times()
     if world.rank == 0:
@@ -60,13 +70,13 @@ class Evaluator:
     They evaluate the average of the weights if the job says so, else the optimizer's weights to evaluate.
     """
 
-    def __init__(self, training: Training, evaluation: Evaluation) -> None:
+    def __init__(self, training: Training, evaluation: Evaluation, answers: Answers) -> None:
         assert evaluation.named is not None
         named = evaluation.named
         context, trainer = training.context, training.trainer
         job = context.job
         self._trainer, self._control, self._split = trainer, context.control, training.split
-        self._evaluation = evaluation
+        self._evaluation, self._answers = evaluation, answers
         self._world = context.world
         self._told = training.source.told  # the dataset may be that of the training
         self._named, self._job = named, job.over_eval(named)
@@ -94,9 +104,10 @@ class Evaluator:
         with (
             self._trainer.evaluating() as model,
             closing(load_steps(source, work, self._world.device, self._quarantine)) as steps,
-            closing(self._evaluation.run(model, work, steps, mixture_of(self._dataset))) as evaluated,
+            self._evaluation.replica(model, work) as replica,
+            closing(evaluated(self._answers, self._evaluation, replica, steps, mixture_of(self._dataset))) as ran,
         ):
-            for done in evaluated:
+            for done in ran:
                 if isinstance(done, StepEnd):
                     self._control.touch()
         assert isinstance(done, Evaluated)

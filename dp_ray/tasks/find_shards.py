@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 from dp_ray.engine.loading import Source, seeded_dataset
-from dp_ray.engine.out_of_memory import ShardSize, advice
-from dp_ray.engine.trial import Data, why_not
-from dp_ray.engine.world import check_same_rows, gathered
+from dp_ray.engine.user_code import ShardSize, advice
+from dp_ray.engine.world import gathered
 from dp_ray.errors import JobError
 from dp_ray.job.plan import evaluations_in, evaluations_of, split_of
 from dp_ray.messages import ShardsFound
 from dp_ray.plan.costs import shard_counts
 from dp_ray.plan.split import chunk_sizes
-from dp_ray.tasks.setup import Context, load_dataset
+from dp_ray.tasks.setup import Context, check_same_rows, load_dataset
+from dp_ray.tasks.trial import Data, why_not
 from dp_ray.text import counted
 
 

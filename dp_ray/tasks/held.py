@@ -9,9 +9,8 @@ import torch
 from dp_ray.engine.loading import seeded_dataset
 from dp_ray.engine.trainer import Update
 from dp_ray.job.keys import Target
-from dp_ray.rundir.history import HISTORY, end_of_pieces
+from dp_ray.rundir.history import HISTORY, FinishedStep, end_of_pieces
 from dp_ray.tasks.train_state import TrainState
-from dp_ray.telemetry.times import FinishedStep
 
 if TYPE_CHECKING:
     from dp_ray.engine.placement import Placement
@@ -29,7 +28,8 @@ class Held:
     `rows` are the finished steps that no piece of the history may hold yet: rank 0 may die, and another worker
     writes them. `most_rows` is their number at which to look which of them are there by now. `finished` is the
     progress of the state that it held last, whether it holds it still or not; `why` is why it does not.
-    `of_objects` names the datasets that are objects of the job, or made of some.
+    `of_objects` names the datasets that are objects of the job, or made of some. `facts` are those of the run
+    (`preflight.py`).
     """
 
     datasets: dict[str, Any] = field(default_factory=dict)
@@ -42,6 +42,7 @@ class Held:
     most_rows: int = ROWS
     finished: int = -1
     why: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def dataset(self, job: "Job", key: str) -> Any:
         """Return the dataset of `key`, built once."""

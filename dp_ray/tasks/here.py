@@ -4,34 +4,15 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 
 from dp_ray.engine.random import preserved
+from dp_ray.engine.ship import PicklerHere
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.tasks.serve import Served
 from dp_ray.tasks.wire import ServingWorker, WorkerPlace
-
-
-class PicklerHere(pickle.Pickler):
-    """Pickles what is read in this very process: functions and classes that no import gives stay those they are."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Reduce what is of `__main__`, or local, to its id."""
-        if isinstance(value, type | FunctionType) and (value.__module__ == "__main__" or "<" in value.__qualname__):
-            _known[id(value)] = value
-            return _known_by, (id(value),)
-        return NotImplemented
-
-
-_known: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
-
-
-def _known_by(number: int) -> Any:
-    return _known[number]
 
 
 class ServingHere:

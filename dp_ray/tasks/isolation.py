@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils import _python_dispatch
 
 from dp_ray.engine.determinism import deterministic_algorithms, use_deterministic_algorithms
-from dp_ray.engine.out_of_memory import free_memory
+from dp_ray.engine.user_code import free_memory
 from dp_ray.errors import is_installed
 from dp_ray.system.linux import SYSTEM_FOLDERS, cores, run_on
 

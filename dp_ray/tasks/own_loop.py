@@ -23,10 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.loop_model import LoopModel, OfRows, name_of
+from dp_ray.engine.loading import LoadedStep
+from dp_ray.engine.loop_model import LoopModel, LoopPass, OfRows, name_of
+from dp_ray.engine.optimizer import Schedule
 from dp_ray.engine.step import Metrics, Step
 from dp_ray.engine.trainer import TrainingStep
-from dp_ray.engine.update import GivenOptimizerStep, Updates
+from dp_ray.engine.update import OptimizerStep, Updates
 from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.world import gathered, has_peers
 from dp_ray.errors import JobError, ModelError
@@ -39,6 +41,7 @@ from dp_ray.plan.mixture import ROWS_OF
 from dp_ray.rundir.checkpoint import pack
 from dp_ray.rundir.history import OF_FURTHER
 from dp_ray.tasks.early_stopping import Patience
+from dp_ray.tasks.preflight import Facts, decided, of_pass
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, begun_training, place_training
 from dp_ray.tasks.train_state import TrainState
@@ -100,7 +103,8 @@ class Loop:
         self._failed: BaseException | None = None  # of a pass or an update
         self._step: LoopStep | None = None  # the one whose body runs
         self._reason = ""  # why the loop is to end after this step
-        self._is_summing = self._is_gathering = self._is_updating = False
+        self._does = ""  # "pass", "gather", "update" or its "closure" while one runs
+        self._facts: dict[LoopPass, Facts] = {}
         self._has_trained = False  # whether a pass has run, or an update by gradients of the loop's own
         self.model: Any = placed.placement.model
         self.device = placed.context.world.device
@@ -118,10 +122,17 @@ class Loop:
                 "run.optimizer: a ReduceLROnPlateau watches a metric, and the scheduler is stepped at each update; "
                 "set the rate in the loop: group['lr'] of optimizer.param_groups"
             )
-        if any(update._given.optimizer is optimizer for update in self._updates):
+        if any(update._given.optimizers[0] is optimizer for update in self._updates):
             raise JobError("run.optimizer: was called for this optimizer before; use the update that it returned")
-        placement = self._placed.placement
-        given = GivenOptimizerStep(placement.job, placement.model, self.device, optimizer, scheduler)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise JobError(f"run.optimizer: takes a torch.optim.Optimizer, got a {type(optimizer).__qualname__}")
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise JobError(
+                f"run.optimizer: the {type(scheduler).__qualname__} is of another optimizer, so it would change the "
+                f"rate of that one; make it of this {type(optimizer).__qualname__}"
+            )
+        schedule = Schedule(None if scheduler is None else lambda _: scheduler, [optimizer])
+        given = OptimizerStep(self.model, [optimizer], schedule)
         update = LoopUpdate(self, given, len(self._updates))
         self._updates.append(update)
         return update
@@ -193,7 +204,7 @@ class Loop:
         """Run what all workers call alike in the block; after an error of one of them none goes on."""
         if self._failed is not None:
             raise self._failed
-        if self._is_summing or self._is_gathering:
+        if self._does in ("pass", "gather"):
             raise ModelError("the function of a pass calls the step or an update; call these in the loop's body")
         if self._step is not step:
             raise ModelError(f"step {step.number} has ended, and is called again; call the step that the loop is in")
@@ -202,6 +213,15 @@ class Loop:
         except BaseException as error:
             self._failed = error
             raise
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Note what runs in the block."""
+        before, self._does = self._does, what
+        try:
+            yield
+        finally:
+            self._does = before
 
     def _keeps_after(self, step: int) -> bool:
         """Return whether each run of the job keeps its state after a step, whatever the clock says."""
@@ -259,16 +279,14 @@ class Loop:
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if self._step is not None and any(id(parameter) in self._step._model.foreign for parameter in held):
-                raise ModelError(
-                    f"{type(optimizer).__qualname__}.step() updates a parameter that is none of the model's by a "
-                    "gradient that a pass gave it, which is this worker's alone; make it a part of the model, and "
-                    "name it in `of`"
-                )
-            if not self._is_updating and any(id(parameter) in of_model for parameter in held):
+            is_of_model = any(id(parameter) in of_model for parameter in held)
+            # In the body of a step a pass may have given others a gradient, which is this worker's alone.
+            may_be_apart = self._step is not None and any(isinstance(each, nn.Parameter) for each in held)
+            if (is_of_model and self._does != "update") or (may_be_apart and not self._does):
                 raise ModelError(
                     f"{type(optimizer).__qualname__}.step() was called by itself, so that the run knows nothing of "
-                    "it; write update = run.optimizer(optimizer) before the loop, and update.step() in it"
+                    "it; have all that it trains be a part of the model, write update = run.optimizer(optimizer) "
+                    "before the loop, and update.step() in it"
                 )
 
         with ExitStack() as stack:
@@ -285,7 +303,7 @@ class Loop:
 
 def _check_summed(loop: Loop, _: torch.Tensor) -> None:
     """Raise ModelError for a gradient that comes to a parameter outside a pass."""
-    if not loop._is_summing:
+    if loop._does != "pass":
         raise ModelError(
             "a backward of the loop's own gave the model a gradient, which is this worker's alone; write "
             "step.backward(loss, of), which sums it over the shards and the workers"
@@ -295,7 +313,7 @@ def _check_summed(loop: Loop, _: torch.Tensor) -> None:
 class LoopUpdate:
     """The update of some parameters by an optimizer: `run.optimizer` returns it."""
 
-    def __init__(self, loop: Loop, given: GivenOptimizerStep, number: int) -> None:
+    def __init__(self, loop: Loop, given: OptimizerStep, number: int) -> None:
         self._loop, self._given, self._number = loop, given, number
 
     @property
@@ -318,33 +336,26 @@ class LoopUpdate:
             raise ModelError(f"update.step: clip is the largest norm of the gradient, above 0; got {clip}")
         if closure is not None and clip is not None:
             raise ModelError("update.step: clip is not possible with a closure, whose gradients the optimizer takes")
-        loop._is_updating = True
-        try:
-            with loop._calling(step):
-                if closure is None:
-                    given.clip = clip
-                    loop._has_trained |= not given.may_skip()
-                    step._of.update(given, self._number)
-                else:
-                    norm = given.step_with(self._again(closure, step), step.number)
-                    step._of.updated[self._number], step._of.has_updated = (given.rate, norm), True
-        finally:
-            loop._is_updating = False
+        with loop._doing("update"), loop._calling(step):
+            if closure is None:
+                given.clip = clip
+                loop._has_trained |= not given.may_skip()
+                step._of.update(given, self._number)
+            else:
+                norm = given.apply_with(self._again(closure, step), step.number)
+                step._of.updated[self._number], step._of.has_updated = (given.rate, norm), True
 
     def _again(self, closure: Callable[[], Any], step: "LoopStep") -> Callable[[], Any]:
         first = step._of.num_passes
 
         def called() -> Any:
             self._given.drop_gradients()
-            step._of.num_passes, self._loop._is_updating = first, False
-            try:
-                with torch.enable_grad():
-                    loss = closure()
-                if loss is None:
-                    raise ModelError("update.step: the closure returned None; return what step.backward returns")
-                return loss
-            finally:
-                self._loop._is_updating = True
+            step._of.num_passes = first
+            with self._loop._doing("closure"), torch.enable_grad():
+                loss = closure()
+            if loss is None:
+                raise ModelError("update.step: the closure returned None; return what step.backward returns")
+            return loss
 
         return called
 
@@ -412,16 +423,27 @@ class LoopStep:
         a_pass = model.pass_for(loss, over, modules, trained)
         a_pass.function, a_pass.over = loss, over
         own = None if batch is None else model.cut(step.loaded, batch)
-        self._loop._is_summing = self._loop._has_trained = True
-        try:
-            with model.only(trained), torch.enable_grad():
-                known = step.backward(a_pass, own)
-        finally:
-            self._loop._is_summing = False
+        if over is not None and a_pass not in self._loop._facts:
+            self._ask(a_pass, trained, own or step.loaded)
+        self._loop._has_trained = True
+        with self._loop._doing("pass"), model.only(trained), torch.enable_grad():
+            known = step.backward(a_pass, own)
         a_pass.finish(known[1], own or step.loaded, own is None and step.is_empty)
         step.seed()
         sums = a_pass.stats.total()
         return (sums[0] / sums[1]).detach()
+
+    def _ask(self, a_pass: LoopPass, trained: dict[str, nn.Parameter], loaded: LoadedStep) -> None:
+        """Ask what a pass over the batch must know, at its first occurrence."""
+        loop, first = self._loop, next((part for part in loaded.loaded if part.shard.rows), None)
+        self._of.running, self._model.step = loaded, self._of  # an error of memory says what to change
+        with loop._doing("gather"), self._model.only(trained):
+            facts = decided(first, lambda part: of_pass(a_pass, part))
+        self._of.running = None
+        if facts is not None:
+            loop._facts[a_pass], a_pass.rows = facts, facts.rows
+            for text in facts.says:
+                loop._placed.placement.say(text)
 
     @torch.no_grad()
     def gather(self, function: OfRows, batch: Any = None) -> Any:
@@ -435,9 +457,8 @@ class LoopStep:
             number, step.num_passes = step.num_passes, step.num_passes + 1
             model.calls.check(f"step {self.number}, pass {number}: step.gather({name_of(function)})")
             loaded = step.loaded if batch is None else model.cut(step.loaded, batch)
-            self._loop._is_gathering = True
-            found = model.gather(function, loaded, number)
-            self._loop._is_gathering = False  # after an error no call goes on
+            with self._loop._doing("gather"):
+                found = model.gather(function, loaded, number)
             step.seed()
             if found is None:
                 raise ModelError(

@@ -1,21 +1,22 @@
 """The task `predict` on one worker: run a model over a dataset and write its outputs."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
-from dp_ray.engine.out_of_memory import ShardSize, advised
+from dp_ray.engine.placement import Placement
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
-from dp_ray.engine.step import PredictInputs
-from dp_ray.engine.user_code import location
+from dp_ray.engine.step import PredictInputs, StepEnd
+from dp_ray.engine.user_code import ShardSize, advised, location
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.plan import split_of
 from dp_ray.job.samples import order_of
-from dp_ray.messages import FlopsCounted, Note
+from dp_ray.messages import Note
 from dp_ray.outputs.files import AttemptOutputs, drop_lost
 from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter, WorkerParts
@@ -26,6 +27,7 @@ from dp_ray.rundir.ledger import FILES, OUTPUTS, PARTS, begin_attempt
 from dp_ray.rundir.quarantine import QUARANTINE, RecordFiles
 from dp_ray.storage import Storage
 from dp_ray.tasks.loop import Run, shards_of_step, times_of
+from dp_ray.tasks.preflight import Answers, Facts, before_prediction
 from dp_ray.tasks.setup import Context, begin_quarantine, load_dataset, model_to_run
 
 
@@ -46,19 +48,18 @@ def predict_outputs(context: Context) -> None:
     parts = WorkerParts(context.run.child(PARTS), work.shards, begun.attempt, world.world_size, job.batch_dim)
     times, previews = times_of(context), Previews(context.run, split.rows_kept, job.batch_dim)
     inputs = PredictInputs(job, placement.model, context.say)
-    forwards, trial = placement.forwards(), placement.row_trial()
-    prediction = Prediction(job, world.device, work, times.clock, forwards, placement.counts_flops, trial=trial)
+    prediction, answers = Prediction(job, world.device, work, times.clock, placement.forwards()), Answers(context)
     with Merger(outputs, plan, world) as merger:
         with (
             Run(context, placement.called, split, times) as run,
             # Rank 0 has a shard of every batch, so its lines are enough.
             PartWriter(parts, plan.agree, run.recorder.keep, context.say, world.device) as writer,
         ):
-            keeper = OutputKeeper(context, run, prediction, writer, merger)
             with (
                 closing(load_steps(Source(job, dataset), work, world.device, quarantine, inputs, times)) as steps,
-                closing(predict(prediction, placement.called, _previewed(steps, previews))) as ran,
+                closing(_ran(answers, prediction, placement, _previewed(steps, previews))) as ran,
             ):
+                keeper = OutputKeeper(context, run, prediction, writer, merger, ran)
                 for step in run.steps(goes_on=keeper.goes_on):
                     for shard in shards_of_step(step, ran):
                         keeper.take(shard)
@@ -66,7 +67,8 @@ def predict_outputs(context: Context) -> None:
                     keeper.end(step)
                 if not run.stops:
                     next(ran, None)  # past the last step, the parameters gathered for it are freed
-            keeper.send_notes(wait=True)
+            for note in prediction.notes.take():
+                context.send(Note(note))
             run.close()  # before the writer commits its last part: its times are kept with it
             control.through()  # writing the rest has no time limit
             if quarantine is not None and not run.stops:
@@ -76,6 +78,17 @@ def predict_outputs(context: Context) -> None:
     if not is_whole:
         control.leave()  # raises StopRequested, once all have kept their work
     control.end()
+
+
+def _ran(
+    answers: Answers, prediction: Prediction, placement: Placement, steps: Iterator[LoadedStep]
+) -> Generator[Facts | PredictedShard | StepEnd, None, None]:
+    """Yield what is known before the first shard; then what `predict` does."""
+    with prediction.replica(placement.called) as replica:
+        placement.watch_attributes(replica.state)
+        facts, steps = before_prediction(answers, prediction, replica, steps, placement.why_not_alone)
+        yield facts
+        yield from predict(prediction, replica, steps, facts.rows)
 
 
 def _previewed(steps: Iterator[LoadedStep], previews: Previews) -> Iterator[LoadedStep]:
@@ -110,15 +123,20 @@ class OutputKeeper:
     prediction: Prediction
     writer: PartWriter
     merger: Merger
+    ran: Iterator[Any]
 
     def goes_on(self, step: int) -> bool:
         """Return whether to run `step`; this worker may have no shards left in it. False ends all workers."""
-        return self.prediction.forwards.agree(not self.prediction.work.has(step) or self._begin(step))
+        has_shards = self.prediction.work.has(step)
+        if has_shards:
+            self.context.control.before(step)
+        if step == 0:
+            next(self.ran)  # all ask what must be known first, also those that are to stop
+        return self.prediction.forwards.agree(not has_shards or self._begin(step))
 
     def _begin(self, step: int) -> bool:
         """Commit the outputs if they are asked for, or if merging is far behind; False if the worker is to stop."""
         control, clock = self.context.control, self.prediction.clock
-        control.before(step)
         if self.merger.is_far_behind:
             before = clock.enter(Part.OUTPUTS)
             self.merger.make_room(self.writer.commit, control)
@@ -134,8 +152,6 @@ class OutputKeeper:
     def take(self, done: PredictedShard) -> None:
         """Report a shard's shapes, and write its outputs and carried values."""
         shard = done.shard
-        if done.flops is not None:
-            self.context.send(FlopsCounted(done.flops))
         self.run.recorder.on_shard(shard, *self.run.probe.take(shard.rows))
         try:
             self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
@@ -149,12 +165,6 @@ class OutputKeeper:
 
     def end(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
-        self.send_notes()
         self.run.recorder.on_step(step)  # first: when it commits the step, the writer keeps the recorded reports
         self.writer.on_step(step)
         self.merger.on_step(step)
-
-    def send_notes(self, wait: bool = False) -> None:
-        """Send the lines on outputs of shards that have run; with `wait`, of all of them."""
-        for note in self.prediction.notes.take(wait):
-            self.context.send(Note(note))

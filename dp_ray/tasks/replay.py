@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.inspect_passes import Debug, InspectedModel, PassFindings, StepIsThrough
-from dp_ray.engine.inspect_step import Findings, ModulePlace, StepInspection, inspection_of
+from dp_ray.engine.inspect_step import (
+    Debug,
+    Findings,
+    InspectedModel,
+    ModulePlace,
+    PassFindings,
+    StepInspection,
+    StepIsThrough,
+)
+from dp_ray.engine.loader import StepTimes
 from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.loop_model import LoopModel, name_of
-from dp_ray.engine.own_modes import set_modes
+from dp_ray.engine.model import set_modes
 from dp_ray.engine.packing import rows_of_window
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
-from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.errors import JobError
 from dp_ray.job.keys import NamedEval, measured_by
@@ -38,6 +45,7 @@ from dp_ray.results.replayed import (
 from dp_ray.rundir.history import StepRows
 from dp_ray.tasks.checkpoints import Training, restored, sample_layout
 from dp_ray.tasks.own_loop import Loop, call_loop
+from dp_ray.tasks.preflight import Answers, before_training
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
 from dp_ray.tasks.train import AfterStep, PlacedTraining
 from dp_ray.tensors.tree import copied
@@ -76,7 +84,7 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
         training = _restored(placed, trainer, choice)
         begun = training.state.step
         loaded = _run_steps_before(training, history, choice.step)
-        look = inspection_of(job, placement.model, step, context.world.device, trainer.gradient.loss)
+        look = StepInspection(trainer.gradient)
         loss = None
         if choice.shard is None:
             with look.unchanged():
@@ -248,11 +256,14 @@ def _steps_again(training: Training, history: StepRows, wanted: int) -> Generato
     progress, said = AfterStep(training, recorded), time.monotonic()
     until = Work(dataclasses.replace(training.split, max_steps=wanted + 1), start=begun)
     with closing(load_steps(source, until, context.world.device, quarantine)) as loaded:
+        steps: Iterator[LoadedStep] = loaded
+        if isinstance(trainer, Trainer):
+            steps = before_training(Answers(context, keeps=False), trainer, loaded)
         for number in range(begun, wanted + 1):
             if time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
                 context.say(f"step {number}, up to {wanted}")
-            step = TrainingStep(trainer, number, next(loaded))
+            step = TrainingStep(trainer, number, next(steps))
             yield step
             if number < wanted:
                 progress.take(number, step.end())

@@ -10,8 +10,8 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,28 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dp_ray.engine.call_state import CallState
 from dp_ray.engine.determinism import of_cublas
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.tree_sum import add_to, exchanged, sparse_modules
+from dp_ray.engine.tree_sum import (
+    Gradients,
+    TreeSums,
+    coalesced,
+    slice_sum,
+    sparse_modules,
+    sparse_sums,
+)
 from dp_ray.engine.user_code import dtypes_and_sizes
-from dp_ray.engine.world import everyone, failed_in_group, gathered, has_peers, is_gpu, leave_group, own_rank, text_of
+from dp_ray.engine.world import (
+    everyone,
+    failed_in_group,
+    from_rank,
+    has_peers,
+    is_gpu,
+    leave_group,
+    own_rank,
+    text_of,
+)
 from dp_ray.errors import Error, JobError, ModelError, frames_of
 from dp_ray.plan.split import Shard
-from dp_ray.plan.tree import Node, climb, fold, parents
+from dp_ray.plan.tree import Node, climb, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tasks import shipped, wire
 from dp_ray.tasks.modes import Modes, as_on_caller, with_settings
@@ -96,49 +112,6 @@ class Graph:
             allow_unused=True,
         )
         return found
-
-
-class Sum:
-    """The sum of some shards' gradients, in the vectors of a layout; sparse gradients stay sparse."""
-
-    def __init__(self, lengths: Mapping[torch.dtype, int], device: torch.device) -> None:
-        self.vectors = [
-            torch.full((n,), wire.ADDS_NOTHING, dtype=dtype, device=device) for dtype, n in lengths.items()
-        ]
-        self.sparse: dict[int, torch.Tensor] = {}
-
-    def take(
-        self, layout: wire.VectorLayout, sparse: frozenset[int], gradients: Sequence[torch.Tensor | None]
-    ) -> "Sum":
-        """Take in a shard's gradients; a parameter that the shard has not used adds nothing."""
-        own, counts = layout.views(self.vectors)
-        counts.zero_()
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                counts[index] = 1
-                if index in sparse:
-                    self.sparse[index] = gradient.coalesce() if gradient.is_sparse else gradient
-                else:
-                    own[index].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        return self
-
-    def add(self, other: "Sum") -> "Sum":
-        """Add another sum into this one's memory, and return it."""
-        for mine, theirs in zip(self.vectors, other.vectors, strict=True):
-            mine.add_(theirs)
-        self.sparse = _added(self.sparse, other.sparse)
-        return self
-
-
-def _added(left: dict[int, torch.Tensor], right: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the sums of sparse gradients, of which some may be dense."""
-    found = {**left, **right}
-    for index in left.keys() & right.keys():
-        # torch adds a sparse tensor to a dense one, not the other way round
-        first, second = sorted((left[index], right[index]), key=lambda each: each.is_sparse)
-        total = first + second
-        found[index] = total.coalesce() if total.is_sparse else total
-    return found
 
 
 def nodes_of(asked: wire.Backward, ranks: int) -> tuple[list[list[Node]], Node]:
@@ -217,7 +190,7 @@ class Served:
         except PeerIsLost as lost:
             return wire.PeerLost(str(lost))
         except (Exception, SystemExit) as error:
-            if at is None or self._copies[module_number].state.is_lost:
+            if at is None or self._copies[module_number].state.lost:
                 # What the copy holds is not known any more: the answer says so, and the next call brings it anew.
                 self._copies.pop(module_number, None)
             printed = "".join(output.text for output in outputs) + text.getvalue()
@@ -297,7 +270,7 @@ class Served:
         if sync.whole is not None or copy is None:
             own = dict(zip(sync.changed, pieces, strict=True))
             if sync.whole is not None and sync.whole.data is not None:
-                there = list(views(self._elements(forms, sync.whole.data), forms))
+                there = views(self._elements(forms, sync.whole.data), forms)
                 own = {**dict(enumerate(there)), **own}
             pairs = zip(forms, (own[index] for index in range(len(forms))), modes.requires_grad, strict=True)
             self._copies[sync.module_number] = Copy(structure, [_made(*args) for args in pairs], self._device)
@@ -307,16 +280,15 @@ class Served:
         copy.replica.restore()
         if has_graphs and not copy.elsewhere.isdisjoint(sync.changed):
             # What stands elsewhere than in modules too, as in a list, cannot be set there: the module is made anew.
-            made = self._copies[sync.module_number] = Copy(structure, copy.state.tensors, self._device)
-            made.state.goes_on_as(copy.state)
+            self._copies[sync.module_number] = Copy(structure, copy.state.tensors, self._device)
 
     def _received(self, forms: Sequence[TensorForm], data: Any) -> list[torch.Tensor]:
         """Return new elements on this worker's device: rank 0 has them from the caller, the others from rank 0."""
         buffer = self._elements(forms, data)
         if self._is_worker and has_peers():
             with _collective():
-                dist.broadcast(buffer, src=0, group=everyone())
-        return list(views(buffer, forms))
+                from_rank(buffer)
+        return views(buffer, forms)
 
     def _elements(self, forms: Sequence[TensorForm], data: Any) -> torch.Tensor:
         """Return the elements that have come, or room for them if data is None, on this worker's device."""
@@ -331,14 +303,13 @@ class Served:
         group = everyone() if has_group else None
         rank, ranks = (own_rank(), group.size()) if group is not None else (0, 1)
         nodes, root = nodes_of(asked, ranks)
-        held: dict[Node, Sum] = {}
+        sums = TreeSums(root)
         of_inputs: dict[int, dict[int, wire.Packed | None]] = {}
         raised: wire.Raised | None = None
         layout: wire.VectorLayout | None = None
         at, got, text = None, "", io.StringIO()
         try:
             graphs = self._graphs.get((asked.module_number, asked.call_number), {})
-            above = parents(root)
             for shard, given in asked.gradients.items():
                 at, graph = shard, graphs[shard] if asked.keep_graph else graphs.pop(shard)
                 got = graph.got
@@ -353,58 +324,62 @@ class Served:
                     for index, gradient in zip(graph.inputs, inputs, strict=True)
                 }
                 layout = layout or wire.VectorLayout(graph.forms, graph.sparse, ranks)  # which all shards share
-                own = Sum(asked.lengths, self._device).take(layout, graph.sparse, trained)
-                if asked.threads is not None:
-                    climb(held, (shard, shard + 1), own, above, Sum.add)
-                else:  # a worker adds its own shards as they come
-                    (node,) = nodes[rank]
-                    held[node] = held[node].add(own) if node in held else own
+                # Without `bitwise` a worker adds its own shards as they come.
+                node = nodes[rank][0] if asked.threads is None else (shard, shard + 1)
+                sums.take(node, self._laid_out(asked, layout, trained))
         except (Exception, SystemExit) as error:
             raised = self._raised(error, at, "its backward", got, True, text.getvalue())
         if raised is not None:  # it takes part all the same: the others wait for its sums
-            held = {node: Sum(asked.lengths, self._device) for node in nodes[rank]}
+            sums.held = {}
         if not asked.keep_graph:
             self._graphs.pop((asked.module_number, asked.call_number), None)
         try:
-            slices, sparse = self._summed(asked, [held[node] for node in nodes[rank]], nodes, root, group)
+            slices, sparse = self._summed(asked, sums, nodes, group)
         except PeerIsLost as lost:
             return raised or wire.PeerLost(str(lost))
         if raised is not None:
             return raised
         return wire.BackwardResult(of_inputs, tuple(map(wire.packed, slices)), sparse, text.getvalue())
 
+    def _laid_out(
+        self, asked: wire.Backward, layout: wire.VectorLayout, gradients: Sequence[torch.Tensor | None]
+    ) -> Gradients:
+        """Return a shard's gradients as vectors, and after them the sparse ones, in memory of their own."""
+        vectors = self._adding_nothing(asked)
+        layout.put(vectors, gradients)
+        sparse = coalesced([gradients[index] for index in asked.sparse])  # some may be dense, and another's too
+        return [*vectors, *(None if one is None else one if one.is_sparse else one.clone() for one in sparse)]
+
+    def _adding_nothing(self, asked: wire.Backward) -> list[torch.Tensor]:
+        return [
+            torch.full((length,), wire.ADDS_NOTHING, dtype=dtype, device=self._device)
+            for dtype, length in asked.lengths.items()
+        ]
+
     def _summed(
-        self,
-        asked: wire.Backward,
-        own: Sequence[Sum],
-        nodes: Sequence[Sequence[Node]],
-        root: Node,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[list[torch.Tensor], dict[int, Any]]:
+        self, asked: wire.Backward, sums: TreeSums, nodes: Sequence[Sequence[Node]], group: dist.ProcessGroup | None
+    ) -> tuple[Sequence[Any], dict[int, Any]]:
         """Return this worker's slice of each vector's sum; on rank 0 also the sparse ones, packed."""
-        ranks, rank = len(nodes), own_rank() if group is not None else 0
-        held = dict(zip(nodes[rank], own, strict=True))
-        sparse = {node: {index: wire.parts_of(g) for index, g in sums.sparse.items()} for node, sums in held.items()}
-        slices = []
-        with _collective() if group is not None else nullcontext():
-            # In the order of the message, which is the same to all: one collective for each dtype.
-            for at, (dtype, length) in enumerate(asked.lengths.items()):
-                vectors = {node: sums.vectors[at] for node, sums in held.items()}
-                if group is not None and length:
-                    nothing = torch.empty(0, length, dtype=dtype, device=self._device)
-                    sent = torch.stack(list(vectors.values())) if vectors else nothing
-                    vectors = exchanged(sent.view(len(vectors), ranks, length // ranks), nodes, group)
-                total = fold(vectors, root, add_to)
-                slices.append(torch.empty(0, dtype=dtype) if total is None else total)
-            of_ranks = gathered(sparse) if asked.has_sparse and group is not None else [sparse]
-        if rank or not asked.has_sparse:
-            return slices, {}
-        found = {
-            node: {index: wire.of_parts(parts, self._device) for index, parts in gradients.items()}
-            for of_rank in of_ranks
-            for node, gradients in of_rank.items()
-        }
-        return slices, {index: wire.parts_of(total) for index, total in (fold(found, root, _added) or {}).items()}
+        count, total = len(asked.lengths), Gradients()
+        if group is None:
+            total = sums.finish() or [*self._adding_nothing(asked)]
+        else:
+            nothing = [None] * len(asked.sparse)
+            rows = [sums.of(node) or [*self._adding_nothing(asked), *nothing] for node in nodes[group.rank()]]
+            with _collective():
+                # In the order of the message, which is the same to all: one collective for each dtype.
+                for at, (dtype, length) in enumerate(asked.lengths.items()):
+                    sent = torch.empty(len(rows), length, dtype=dtype, device=self._device)
+                    for mine, row in zip(sent, rows, strict=True):
+                        mine.copy_(row[at])
+                    total.append(slice_sum(sent, nodes, sums.root, group) if length else sent.new_empty(0))
+                forms = list(asked.sparse.values())
+                of_nodes = [row[count:] for row in rows]
+                total += sparse_sums(forms, of_nodes, nodes, sums.root, group, self._device)
+        if group is not None and group.rank():
+            return total[:count], {}
+        own = zip(asked.sparse, total[count:], strict=False)
+        return total[:count], {index: wire.parts_of(one) for index, one in own if one is not None}
 
     def _raised(
         self, error: BaseException, shard: int | None, what: str, got: str, has_module: bool, text: str

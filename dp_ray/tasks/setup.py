@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from dp_ray.engine.bad_samples import Quarantine, Reference
 from dp_ray.engine.loader import remarks_on
 from dp_ray.engine.loading import find_reference, seeded_dataset
-from dp_ray.engine.own_modes import has_own_modes, set_modes
+from dp_ray.engine.model import has_own_modes, set_modes
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.weights import synchronise
-from dp_ray.engine.world import World, broadcast, check_same_rows, gathered, is_rank_0
+from dp_ray.engine.world import World, broadcast, gathered, is_rank_0
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -75,7 +75,7 @@ class Context:
         if held.placement is None:
             held.placement = place(self.job, self.world, self.say)
         before = held.placement
-        world = self.world.with_inputs_on(before.world.device)
+        world = replace(self.world, device=before.world.device)
         return replace(before, world=world, say=functools.cache(self.say), outlives_group=True)
 
     def say(self, text: str) -> None:
@@ -95,6 +95,22 @@ def load_dataset(context: Context) -> Any:
     check_unchanged(context, "dataset", dataset)
     check_blocks(context.job, dataset)
     return dataset
+
+
+def check_same_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
+    """Raise DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
+
+    Every rank calls this. `rows` is this rank's length of the dataset `key`. `on_driver` maps keys to the lengths
+    that the driver found.
+    """
+    holders: dict[int, list[str]] = {on_driver[key]: ["the driver"]} if key in on_driver else {}
+    for rank, length in enumerate(gathered(rows)):
+        holders.setdefault(length, []).append(f"rank {rank}")
+    if len(holders) > 1:
+        lengths = "; ".join(f"{length} rows on {', '.join(where)}" for length, where in holders.items())
+        raise DataError(
+            f"{key}: its length differs: {lengths}; all must read the same data: see what each node holds"
+        )
 
 
 def check_unchanged(context: Context, key: str, dataset: Any) -> None:

@@ -4,7 +4,6 @@ What a module refers to goes by value, so it must not be something that works in
 with a graph there is refused by its path, and a parallel module goes as a `Wrapper`, which runs its bare module.
 """
 
-import functools
 import io
 import math
 import pickle
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 
-from dp_ray.engine.objects import part_that_fails, reduced
+from dp_ray.engine import ship
 from dp_ray.errors import DataError, ModelError
 from dp_ray.tensors.tree import TreeSpec, all_nodes, leaf_keys
 
@@ -63,21 +62,6 @@ class Structure:
     number: int
     pickled: bytes
     forms: tuple[TensorForm, ...]
-
-
-class Apart:
-    """Tensors that stand apart from what is pickled, each by its index."""
-
-    def __init__(self) -> None:
-        self.all: list[torch.Tensor] = []
-        self.indices: dict[int, int] = {}  # by identity
-
-    def index(self, tensor: torch.Tensor) -> int:
-        """Return a tensor's index; one that is not there yet gets the next one."""
-        index = self.indices.setdefault(id(tensor), len(self.all))
-        if index == len(self.all):
-            self.all.append(tensor)
-        return index
 
 
 def why_odd(tensor: torch.Tensor) -> str | None:
@@ -126,26 +110,13 @@ class _Digest:
         return len(data)
 
 
-@functools.cache
-def _pickler(base: Any) -> Any:
-    class Pickler(base):  # type: ignore[misc]
-        def __init__(self, file: Any, name: Callable[[Any], Any]) -> None:
-            super().__init__(file, protocol=5)
-            self._name = name
-
-        def persistent_id(self, value: Any) -> Any:
-            return self._name(value)
-
-        def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, Wrapper) and type(value) is not Wrapper:
-                own = {key: attribute for key, attribute in vars(value).items() if key in OF_MODULES}
-                return _bare_wrapper, (), own
-            if isinstance(value, torch.Tensor) and type(value) is torch.Tensor and not value.is_meta:
-                return _of_file, (_as_file(value), value.requires_grad)
-            found = reduced(value)
-            return super().reducer_override(value) if found is NotImplemented else found
-
-    return Pickler
+def _by_content(value: Any) -> Any:
+    """Return how an object is put together again: a tensor by its content, a parallel module as a `Wrapper`."""
+    if isinstance(value, Wrapper) and type(value) is not Wrapper:
+        return _bare_wrapper, (), {key: attribute for key, attribute in vars(value).items() if key in OF_MODULES}
+    if isinstance(value, torch.Tensor) and type(value) is torch.Tensor and not value.is_meta:
+        return _of_file, (_as_file(value), value.requires_grad)
+    return ship.reduced(value)
 
 
 def _bare_wrapper() -> Wrapper:
@@ -167,15 +138,13 @@ def _of_file(data: bytes, requires_grad: bool) -> torch.Tensor:
 
 def dumped(value: Any, base: Any, name: Callable[[Any], Any] = lambda _: None) -> bytes:
     """Pickle a value for workers, by a subclass of the pickler `base`; what `name` gives a name stands apart."""
-    with io.BytesIO() as file:
-        _pickler(base)(file, name).dump(value)
-        return file.getvalue()
+    return ship.shipped_bytes(value, base, name, _by_content)
 
 
 def digest(value: Any, base: Any, name: Callable[[Any], Any]) -> bytes:
     """Return a digest of what `dumped` returns, which takes no memory."""
     file = _Digest()
-    _pickler(base)(file, name).dump(value)
+    ship.dump(value, file, base, name, _by_content)
     return file.hash.digest()
 
 
@@ -264,24 +233,10 @@ def _wanting(value: Any, base: Any) -> str | None:
     """Return where in an object is a tensor that wants a gradient; None if there is none."""
     if isinstance(value, nn.Module):
         return next((f".{name}" for name, parameter in value.named_parameters() if parameter.requires_grad), None)
-    found = part_that_fails(value, lambda value: dumped(value, base, _refuse_wanting))
+    found = ship.part_that_fails(value, lambda value: dumped(value, base, _refuse_wanting))
     if found is None or not isinstance(found[2], NotByValue):
         return None
     return found[0] if found[0].startswith("[") or not found[0] else f".{found[0]}"
-
-
-class _Unpickler(pickle.Unpickler):
-    """Unpickles a module whose tensors are apart, and counts how often each stands in it."""
-
-    def __init__(self, pickled: bytes, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self.counts: Counter[int] = Counter()
-        self._tensors = tensors
-
-    def persistent_load(self, index: int) -> torch.Tensor:
-        """Return the tensor of an index."""
-        self.counts[index] += 1
-        return self._tensors[index]
 
 
 class Made(NamedTuple):
@@ -296,10 +251,15 @@ def made(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Made:
 
     To replace some of those that stand `elsewhere` make the module anew: its other objects begin as they came.
     """
-    unpickler = _Unpickler(pickled, tensors)
-    module = unpickler.load()
+    counts: Counter[int] = Counter()  # how often each stands in it
+
+    def part(index: int) -> torch.Tensor:
+        counts[index] += 1
+        return tensors[index]
+
+    module = ship.loaded(pickled, part)
     registered = Counter(
         id(tensor) for each in module.modules() for tensor in [*each._parameters.values(), *each._buffers.values()]
     )
-    elsewhere = (at for at, count in unpickler.counts.items() if count > registered[id(tensors[at])])
+    elsewhere = (at for at, count in counts.items() if count > registered[id(tensors[at])])
     return Made(module, frozenset(elsewhere))

@@ -13,7 +13,7 @@ from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
-from dp_ray.engine.world import Trouble, World, alone, failed_in_group, group_error, text_of, trouble_of
+from dp_ray.engine.world import Trouble, World, alone, failed_in_group, text_of, trouble_of
 from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send
@@ -66,7 +66,7 @@ def run_task(
             failed = failed_in_group(error)
             if failed is None:
                 raise
-            raise group_error(failed) from error
+            raise failed.error() from error
 
 
 @contextmanager

@@ -16,11 +16,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
-from dp_ray.engine.loading import Source, load_steps
-from dp_ray.engine.model import autocast
-from dp_ray.engine.own_modes import has_own_modes
+from dp_ray.engine.loading import LoadedStep, Source, load_steps
+from dp_ray.engine.model import has_own_modes
 from dp_ray.engine.placement import Placement
-from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, build_step, of_neighbours
+from dp_ray.engine.step import Metrics, OnShard, Step, build_step
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.votes import LossWatch, NotFinite
@@ -28,8 +27,7 @@ from dp_ray.engine.weights import check_all_tensors
 from dp_ray.engine.world import gathered
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.job.samples import mixture_of
-from dp_ray.messages import FlopsCounted
-from dp_ray.plan.split import Shard, Split, Work
+from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.ledger import begin_attempt
 from dp_ray.tasks.checkpoints import (
     PieceKeeper,
@@ -45,6 +43,7 @@ from dp_ray.tasks.early_stopping import Patience, Stopping
 from dp_ray.tasks.evaluate import Evaluator
 from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
+from dp_ray.tasks.preflight import Answers, before_training, with_checks
 from dp_ray.tasks.setup import Context, begin_quarantine, drop_set_aside, load_dataset
 from dp_ray.tasks.views import holding, levelled
 
@@ -75,6 +74,7 @@ class TrainingRun(Generic[M]):
     training: Training
     trainer: M
     evaluations: Sequence[Evaluation]
+    answers: Answers
 
     def steps(self, stopping: Stopping | None = None) -> Generator[TrainingStep, None, None]:
         """Yield the steps that are left, to run passes and updates, and do after each what follows it.
@@ -84,58 +84,82 @@ class TrainingRun(Generic[M]):
         """
         training, trainer = self.training, self.trainer
         context, state, split = training.context, training.state, training.split
-        job, world, control, watch, held = context.job, context.world, context.control, trainer.watch, context.held
-        holds = held is not None and not job.why_reads  # the state, so that no checkpoint has to
-        hooks = HookCalls(training) if world.rank == 0 and job.hooks.given else None
+        world, control, watch = context.world, context.control, trainer.watch
+        source, times = training.source, training.times
+        stopping = stopping or Patience.of(context.job, state)
+        start, hooks = self._start(stopping)
         # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
-        quarantine = begin_quarantine(context, training.source.dataset, lambda step, _: step < state.step)
-        stopping = stopping or Patience.of(job, state)
-        start = split.total_steps if stopping is not None and stopping.has_stopped else state.step
-        work, source, times = Work(split, world.world_size, world.rank, start=start), training.source, training.times
+        quarantine = begin_quarantine(context, source.dataset, lambda step, _: step < state.step)
+        work = Work(split, world.world_size, world.rank, start=start)
         with (
             closing(load_steps(source, work, world.device, quarantine, times=times, ahead=trainer.ahead)) as loaded,
             Run(context, trainer.called, split, times) as run,
             # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
         ):
-            evaluators = [Evaluator(training, evaluation) for evaluation in self.evaluations]
+            evaluators = [Evaluator(training, evaluation, self.answers) for evaluation in self.evaluations]
             after = AfterStep(training, evaluators, stopping)
-            on_shard = run.on_shard if start else with_loss_check(context, run.on_shard)
-            for number in itertools.chain(
-                [] if state.unfinished is None else [state.unfinished[0]], run.steps(start)
-            ):
+            steps, on_first = self._asking(loaded, run.on_shard)
+            unfinished = [] if state.unfinished is None else [state.unfinished[0]]
+            for number in itertools.chain(unfinished, run.steps(start)):
                 if state.unfinished is None:
-                    step = TrainingStep(trainer, number, next(loaded), on_shard, control.wants_stop)
-                    yield step
+                    on_shard = run.on_shard if number else on_first
+                    step = TrainingStep(trainer, number, next(steps), on_shard, control.wants_stop)
+                    yield step  # its loop runs passes and updates
                     state.is_torn = True  # until the step is counted
                     update = step.end()
-                    # Before the step is kept, since its reports are kept with it; and before an evaluation, which may
-                    # take long.
+                    # Before the step is kept, since its reports are kept with it; and before an evaluation, which
+                    # may take long.
                     run.recorder.on_step(number)
                 else:
                     update = state.unfinished[1]  # the step has ended among other workers
                 if watch is not None and watch.not_finite is not None:
-                    if checkpointer is not None:
-                        checkpointer.after_step(number, update, {})  # logs it; no state is kept any more
-                    end_at_loss(watch.check, checkpointer)
-                measured = after.take(number, update)
+                    end_at_loss(watch.check, checkpointer, (number, update))
+                measured = after.take(number, update)  # counts it, evaluates, steps schedules
                 if hooks is not None:
                     hooks.after_step(number, update, measured)
                 # A single worker stops as soon as it is asked; several agree on a step.
                 stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
                 run.stops = stops and number + 1 < split.total_steps
-                if checkpointer is not None:
-                    must_save = run.stops and not (control.is_to_rejoin and holds)
-                    checkpointer.after_step(number, update, measured, must_save or control.take_save())
-                elif measured and held is not None:
-                    note_best(training, measured)  # as rank 0 does
-                state.unfinished, state.is_torn = None, False
-                if held is not None:
-                    held.rows.append((number, update, measured, time.perf_counter(), times.data_wait))
-                    if len(held.rows) > held.most_rows:
-                        held.look(context.run)
+                self._keep(number, update, measured, run, checkpointer)
             self._through(run, checkpointer)
         end(training, stopping, hooks, quarantine)  # nothing is read or written in the background any more
+
+    def _start(self, stopping: Stopping | None) -> tuple[int, HookCalls | None]:
+        """Return the step to begin at, the end if the training has stopped; and on rank 0 the job's hooks."""
+        context = self.training.context
+        has_stopped = stopping is not None and stopping.has_stopped
+        hooks = HookCalls(self.training) if context.world.rank == 0 and context.job.hooks.given else None
+        return self.training.split.total_steps if has_stopped else self.training.state.step, hooks
+
+    def _asking(self, loaded: Iterator[LoadedStep], on_shard: OnShard) -> tuple[Iterator[LoadedStep], OnShard]:
+        """Have a declared training ask what it must know, before its next step and in its very first one.
+
+        A loop's passes ask at their first occurrence.
+        """
+        trainer = self.trainer
+        if not isinstance(trainer, Trainer):
+            return loaded, on_shard
+        on_first = with_checks(self.training.context, trainer.measures, on_shard)
+        return before_training(self.answers, trainer, loaded), on_first
+
+    def _keep(
+        self, number: int, update: Update, measured: dict[str, float], run: Run, checkpointer: PieceKeeper | None
+    ) -> None:
+        """Write the step into the history, and a checkpoint if one is due; hold it for another group."""
+        training, context = self.training, self.training.context
+        job, state, held = context.job, training.state, context.held
+        if checkpointer is not None:
+            # Not to join others, if this worker holds the state.
+            must_save = run.stops and not (context.control.is_to_rejoin and held is not None and not job.why_reads)
+            checkpointer.after_step(number, update, measured, must_save or context.control.take_save())
+        elif measured and held is not None:
+            note_best(training, measured)  # as rank 0 does
+        state.unfinished, state.is_torn = None, False
+        if held is not None:
+            held.rows.append((number, update, measured, time.perf_counter(), training.times.data_wait))
+            if len(held.rows) > held.most_rows:
+                held.look(context.run)
 
     def _through(self, run: Run, checkpointer: PieceKeeper | None) -> None:
         """Keep what is left after the last step."""
@@ -150,8 +174,6 @@ class TrainingRun(Generic[M]):
             else:
                 checkpointer.finish()
         run.send_times()
-        if trainer.flops is not None:
-            context.send(FlopsCounted(trainer.flops))
 
 
 def end(
@@ -224,24 +246,21 @@ def begun_training(
                 begin_best(training)
                 context.held.begin(training.state.step)
             trainer.synchronise()  # with the restored state: the average of the weights begins with it
-            ways = placement.forwards(), trainer.over_batch
-            evaluations = [
-                Evaluation(
-                    *(job, step, measures, states, world.device, *ways),
-                    trial=placement.row_trial(),
-                    named=named,
-                )
-                for named in job.evaluations
-            ]
+            parts = job, step, measures, states, placement, trainer.over_batch
+            evaluations = [Evaluation(*parts, named=named) for named in job.evaluations]
             with trainer.advising():
-                yield TrainingRun(training, trainer, evaluations)
+                yield TrainingRun(training, trainer, evaluations, Answers(context))
 
 
-def end_at_loss(check: Callable[[], None], checkpointer: PieceKeeper | None) -> None:
+def end_at_loss(
+    check: Callable[[], None], checkpointer: PieceKeeper | None, ended: tuple[int, Update] | None = None
+) -> None:
     """Raise a `check`'s NotFinite only once all workers have written their files: the first to end ends all.
 
-    Every rank calls this after the same step.
+    Every rank calls this after the same step. One that has `ended` is logged before; no state is kept any more.
     """
+    if ended is not None and checkpointer is not None:
+        checkpointer.after_step(*ended, {})
     try:
         check()
     except NotFinite:
@@ -312,32 +331,3 @@ class AfterStep:
             (self._state.measured if evaluator.recurs(step) else self._state.at_end).update(found)
             measured |= found
         return measured
-
-
-def with_loss_check(context: Context, on_shard: OnShard) -> OnShard:
-    """Return the same function; in shard 0 of step 0 it warns of a loss that depends on the shards.
-
-    A line, not an error: contrastive losses are meant so. A `step` of the user's is not called again.
-    """
-    job, world = context.job, context.world
-    if world.rank != 0 or job.num_shards == 1:
-        return on_shard
-
-    def on_shard_with_check(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-        on_shard(shard, batch, step_output)
-        if (shard.step, shard.shard) != (0, 0) or step_output.compare is None:
-            return
-        is_exact = job.precision == "fp32" and world.device.type == "cpu"
-        with autocast(job.precision, world.device):
-            seen = step_output.outputs, step_output.target
-            losses = of_neighbours(step_output.compare, step_output.loss, seen, shard.rows, job.batch_dim, is_exact)
-        if losses is not None:
-            context.say(
-                f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
-                f"{losses.together:.6g}, and with one of its {shard.rows} rows apart to "
-                f"{losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, and their "
-                "number counts. With over: batch it sees the whole batch, and returns one number: "
-                "loss: {target: ..., over: batch}"
-            )
-
-    return on_shard_with_check

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from dp_ray.engine.host_copy import ON_GPU
+from dp_ray.rundir.history import FinishedStep
 from dp_ray.system.threads import waiting
-from dp_ray.telemetry.times import FinishedStep
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class TrainState:
     stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
     at_end: dict[str, float] = dataclasses.field(default_factory=dict)
     # The last step, while not all is done that follows it. In memory alone.
-    unfinished: FinishedStep | None = dataclasses.field(default=None, init=False, repr=False)
+    unfinished: "FinishedStep | None" = dataclasses.field(default=None, init=False, repr=False)
     is_torn: bool = dataclasses.field(default=False, init=False, repr=False)  # and it cannot be done again
 
     def add(self, sums: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.votes import StopRequested
-from dp_ray.engine.world import broadcast, everyone, gathered, has_peers, own_rank
+from dp_ray.engine.world import broadcast, everyone, from_rank, gathered, has_peers, own_rank
 from dp_ray.errors import ModelError, WorkerError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.rundir.checkpoint import CHECKPOINTS, pack, steps_of, unpack
@@ -63,16 +63,14 @@ def shared(value: Any, source: int) -> Any:
     """Return the value of the rank `source` on every rank; every rank calls this. It is as `pack` takes it."""
     if not has_peers():
         return value
-    group, is_source = everyone(), own_rank() == source
+    is_source = own_rank() == source
     plain, tensors = pack(value) if is_source else (None, {})
     with waiting(f"the state of rank {source}"):
         told = [(plain, [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])]
-        dist.broadcast_object_list(told, src=source, group=group)
+        dist.broadcast_object_list(told, src=source, group=everyone())
         plain, listed = told[0]
         for name, shape, dtype in listed:
-            tensors[name] = tensors[name].detach().contiguous() if is_source else torch.empty(shape, dtype=dtype)
-            if tensors[name].numel():
-                dist.broadcast(tensors[name].view(-1).view(torch.uint8), src=source, group=group)
+            tensors[name] = from_rank(tensors[name] if is_source else torch.empty(shape, dtype=dtype), source)
     return value if is_source else unpack(plain, tensors)
 
 

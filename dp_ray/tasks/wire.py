@@ -4,7 +4,7 @@
 tensor([1., 1.], dtype=torch.bfloat16)
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,14 +13,13 @@ import torch
 
 from dp_ray.engine.call_state import Written
 from dp_ray.engine.host_copy import HostCopy
+from dp_ray.engine.ship import IN_LINE_BYTES
 from dp_ray.engine.world import is_gpu
 from dp_ray.tasks.modes import Modes
-from dp_ray.tasks.shipped import Structure
-from dp_ray.tensors.flat import Form, HasForm, as_bytes, room, views
+from dp_ray.tasks.shipped import Structure, TensorForm
+from dp_ray.tensors.flat import FlatLayout, Form, HasForm, as_bytes
 
 Bytes: TypeAlias = np.typing.NDArray[np.uint8] | bytearray
-# Of a tensor that is copied into a message: as a bytearray, which takes a tenth of the time to pickle of an array.
-IN_LINE_BYTES = 1 << 15
 ADDS_NOTHING = -0.0  # added to any number, it changes no bit
 
 
@@ -73,6 +72,7 @@ def packed(leaf: torch.Tensor | np.typing.NDArray[Any]) -> Packed:
     if is_gpu(tensor.device):
         tensor = HostCopy(tensor.contiguous()).wait()
     elements = as_bytes(tensor).numpy()
+    # To pickle a bytearray takes a tenth of the time of an array.
     data = bytearray(elements) if elements.nbytes < IN_LINE_BYTES else elements
     return Packed(tensor.dtype, tuple(tensor.shape), data)
 
@@ -180,7 +180,7 @@ class Backward:
     owners: Mapping[int, int]
     shards: int  # of the call, with those that have no rows
     lengths: Mapping[torch.dtype, int]
-    has_sparse: bool
+    sparse: Mapping[int, TensorForm]  # the parameters with sparse gradients, by index
     threads: int | None  # with `bitwise`: then each shard is a leaf of the tree, else each worker's sum
 
 
@@ -248,7 +248,7 @@ class VectorLayout:
     parameter has a gradient. `sparse` ones stand nowhere. A vector's length is a multiple of `parts`.
     """
 
-    def __init__(self, forms: Sequence[HasForm], sparse: frozenset[int], parts: int) -> None:
+    def __init__(self, forms: Sequence[HasForm], sparse: Collection[int], parts: int) -> None:
         self._indices: dict[torch.dtype, list[int]] = {}
         for index, form in enumerate(forms):
             if index not in sparse:
@@ -256,20 +256,30 @@ class VectorLayout:
                 self._indices.setdefault(real, []).append(index)
         self._indices = self._indices or {torch.float32: []}
         first = next(iter(self._indices))
-        self._forms: dict[torch.dtype, list[HasForm]] = {
-            dtype: [forms[index] for index in indices] for dtype, indices in self._indices.items()
+        of_counts = Form(torch.Size((len(forms),)), first)
+        self._layouts = {
+            dtype: FlatLayout([*(forms[index] for index in indices), *([of_counts] if dtype is first else [])])
+            for dtype, indices in self._indices.items()
         }
-        self._forms[first].append(Form(torch.Size((len(forms),)), first))
         self.lengths = {
-            dtype: -(-sum(map(room, own)) // (dtype.itemsize * parts)) * parts for dtype, own in self._forms.items()
+            dtype: -(-layout.nbytes // (dtype.itemsize * parts)) * parts for dtype, layout in self._layouts.items()
         }
+
+    def put(self, vectors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Lay out a shard's gradients; a parameter that the shard has not used leaves the vectors as they are."""
+        counts: list[torch.Tensor] = [torch.tensor([float(gradient is not None) for gradient in gradients])]
+        for vector, layout, indices in zip(vectors, self._layouts.values(), self._indices.values(), strict=True):
+            own = [gradients[index] for index in indices]
+            dense = [None if one is None else one.to_dense() if one.is_sparse else one for one in own]
+            layout.put(vector, [*dense, *counts])
+            counts = []
 
     def views(self, vectors: Iterable[torch.Tensor]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
         """Return a view of each gradient in the vectors, by its index, and of the counts."""
         found: dict[int, torch.Tensor] = {}
         counts: torch.Tensor | None = None
-        for vector, (dtype, forms) in zip(vectors, self._forms.items(), strict=True):
-            parts = list(views(vector.view(torch.uint8), forms))
+        for vector, (dtype, layout) in zip(vectors, self._layouts.items(), strict=True):
+            parts = layout.views(vector)
             found.update(zip(self._indices[dtype], parts, strict=False))
             counts = parts[-1] if counts is None else counts
         assert counts is not None

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from dp_ray.engine.clock import TimedStep
-from dp_ray.engine.rows import RowTrial
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
 from dp_ray.messages import Keep, Report, Sizes
@@ -120,15 +119,11 @@ class Probe:
         return seen, self._milliseconds
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if RowTrial.running:
-            return
         self._depth += 1
         if self._depth == 1:
             self._started = time.perf_counter()
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if RowTrial.running:
-            return
         self._depth -= 1
         has_failed = output is None and sys.exception() is not None
         if self._depth or has_failed:  # of a model that calls itself only the outermost call counts

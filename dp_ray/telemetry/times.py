@@ -4,33 +4,22 @@
 `reports.ReportTables` writes them on the driver. `read_step_times` leaves out what ran twice and tells waiting from
 exchanging. `time_split` gives each part's share of the time. `decide` says what limits the run: rules as pure
 functions, each of which gives a Verdict with the share of the time that it would save, or nothing.
-
-`History` is the other record of a training's steps: one row for each, written in pieces with the checkpoints.
 """
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from dp_ray.engine.clock import PARTS, TimedStep
-from dp_ray.engine.host_copy import ON_GPU, HostCopy
-from dp_ray.engine.trainer import Update
 from dp_ray.engine.world import World
-from dp_ray.messages import Logged, TimedSteps
-from dp_ray.plan.mixture import LOSS_OF, ROWS_OF, Mixture
-from dp_ray.plan.split import Split
-from dp_ray.rundir.history import CLOCKED, end_of_pieces, forget_from
+from dp_ray.messages import TimedSteps
 from dp_ray.storage import Storage
-from dp_ray.system.threads import waiting
-from dp_ray.tables import PartTable, array_of, array_of_named, numbers, read_table, table_of_rows
+from dp_ray.tables import PartTable, array_of, array_of_named, numbers, read_table
 from dp_ray.text import listed, percent
 
 TIMES = "times"
@@ -62,7 +51,6 @@ AT_THE_END = {
     "evaluate": "",
 }
 COMPARED = ("data_wait", "host_to_device", "forward", "backward", "update", "outputs")
-SEND_SECONDS = 0.5
 
 
 def packed_steps(timed: Sequence[TimedStep]) -> TimedSteps:
@@ -245,7 +233,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """The facts of a run that the rules need beside its steps.
 
     `starts_workers` is false within a session and without Ray. `outside` is None of a run that has not finished, or
@@ -283,18 +271,18 @@ LIMITS = {
 OF_RANK_0 = "checkpoint"  # it alone writes checkpoints, so that its share counts, and not that of all workers
 
 
-def facts_of(job: Mapping[str, Any], outside: Outside | None = None, starts_workers: bool = True) -> Facts:
+def facts_of(job: Mapping[str, Any], outside: Outside | None = None, starts_workers: bool = True) -> RunFacts:
     """Return the facts of a described job, as in `run.json`."""
     processes = (job.get("loader") or {}).get("processes", 0)
-    return Facts(job.get("task", "train"), processes, job.get("workers") != 0 and starts_workers, outside)
+    return RunFacts(job.get("task", "train"), processes, job.get("workers") != 0 and starts_workers, outside)
 
 
-def verdict_of(table: pa.Table, facts: Facts) -> Verdict | None:
+def verdict_of(table: pa.Table, facts: RunFacts) -> Verdict | None:
     """Return the verdict on a table of `read_step_times`; None without a step."""
     return judge(worker_splits(steady(table)), facts) if len(table) else None
 
 
-def judge(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
+def judge(workers: Sequence[WorkerSplit], facts: RunFacts) -> Verdict:
     """Return the verdict on the workers' steps.
 
     What is outside of the steps comes first, then the rule with the largest share. Only keys of a job are advised.
@@ -306,7 +294,7 @@ def judge(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
     return _outside(facts) or _short(workers) or largest or _waiting(workers) or _balanced(workers)
 
 
-def _outside(facts: Facts) -> Verdict | None:
+def _outside(facts: RunFacts) -> Verdict | None:
     """Return the verdict on a run most of whose seconds are not in its steps."""
     if facts.outside is None or facts.outside.seconds < JUDGED_FROM:
         return None
@@ -408,130 +396,3 @@ def _balanced(workers: Sequence[WorkerSplit]) -> Verdict:
 
 def _are_equal(rows: Sequence[float]) -> bool:
     return max(rows) <= EQUAL * min(rows)
-
-
-# A finished step as a worker holds it which may have to write its row: number, update, the values evaluated after it,
-# and by the clock when it ended, and how long the worker has waited for data so far.
-FinishedStep = tuple[int, Update, dict[str, float], float, float]
-
-
-class _Step(NamedTuple):
-    """A finished step whose numbers are still on the device; its rows, seconds, and the values evaluated after it."""
-
-    step: int
-    update: Update
-    rows: int
-    seconds: float
-    data_wait: float
-    measured: dict[str, float]
-
-
-@dataclass(eq=False)
-class History:
-    """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint.
-
-    From a GPU they come while the training goes on, and are sent the next time. Only a checkpoint waits for them.
-    Pieces that end at `step` or before are kept.
-    Of a `mixture`, each row has the rows of each source in the step's batch, also those that are set aside.
-    """
-
-    folder: Storage
-    split: Split
-    names: Sequence[str]
-    extra: Sequence[str]
-    step: int
-    send: Callable[[Logged], None]
-    mixture: Mixture | None = None
-
-    def __post_init__(self) -> None:
-        self._extra = dict.fromkeys(self.extra)  # a dict keeps the order of the first measurement
-        self._data_wait = 0.0
-        self._pending: list[_Step] = []
-        self._coming: deque[tuple[list[_Step], HostCopy]] = deque()
-        self._rows: list[dict[str, Any]] = []
-        self._sent = self._ended = time.perf_counter()
-        forget_from(self.folder, self.step)
-        self._kept = end_of_pieces(self.folder)
-
-    def add(self, step: int, update: Update, measured: dict[str, float], data_wait: float = 0.0) -> None:
-        """Add the row of a finished step; `measured` holds the values evaluated after it.
-
-        `data_wait` is how long the worker has waited for data so far, in seconds.
-        """
-        start, stop = self.split.batch(step)
-        now = time.perf_counter()
-        waited, self._data_wait = data_wait - self._data_wait, data_wait
-        self._pending.append(_Step(step, update, stop - start, now - self._ended, waited, measured))
-        if measured:
-            self._extra.update(dict.fromkeys(measured))
-        self._ended = now
-        if now - self._sent > SEND_SECONDS:
-            self._read(must_wait=False)
-
-    def take_in(self, steps: Sequence[FinishedStep]) -> None:
-        """Add the rows of steps that this worker, or another one, has finished before it was rank 0."""
-        ended, waited = None, 0.0
-        for step, update, measured, at, data_wait in steps:
-            start, stop = self.split.batch(step)
-            seconds = 0.0 if ended is None else at - ended
-            self._pending.append(_Step(step, update, stop - start, seconds, max(0.0, data_wait - waited), measured))
-            self._extra.update(dict.fromkeys(measured))
-            ended, waited = at, data_wait
-
-    def resume_clock(self) -> None:
-        """Leave the time since the last step, such as an evaluation's, out of the training speed."""
-        self._ended = time.perf_counter()
-
-    def flush(self) -> None:
-        """Read the numbers of all steps so far from the device, and send them to the driver."""
-        self._read(must_wait=True)
-
-    def _read(self, must_wait: bool) -> None:
-        steps, self._pending, self._sent = self._pending, [], time.perf_counter()
-        if steps:
-            sums = torch.stack([step.update.sums for step in steps])
-            norms = torch.stack([step.update.gradient_norm for step in steps]).to(sums)
-            stacked = torch.cat([sums, norms.unsqueeze(1)], 1)
-            if not stacked.is_cuda:
-                self._add_rows(steps, stacked.tolist())
-                return
-            self._coming.append((steps, HostCopy(stacked)))
-        while self._coming and (must_wait or self._coming[0][1].is_here()):
-            steps, coming = self._coming.popleft()
-            with waiting(ON_GPU):
-                read = coming.wait().tolist()
-            self._add_rows(steps, read)
-
-    def _add_rows(self, steps: Sequence[_Step], read: Sequence[Sequence[float]]) -> None:
-        rows: list[dict[str, Any]] = []
-        for finished, (*totals, _, missing, norm) in zip(steps, read, strict=True):
-            row: dict[str, Any] = {"step": finished.step, "epoch": finished.step // self.split.steps}
-            for name, total, weight in zip(self.names, totals[::2], totals[1::2], strict=True):
-                if weight or self.mixture is None or not name.startswith(LOSS_OF):  # a batch may lack a source
-                    row[name] = total / weight if weight else float("nan")
-            num_rows, seconds = finished.rows - int(missing), finished.seconds
-            row |= {"learning_rate": finished.update.learning_rate, "gradient_norm": norm, "rows": num_rows}
-            row["rows_per_second"] = num_rows / seconds if seconds > 0 else 0.0
-            row["data_wait_seconds"] = finished.data_wait
-            if self.mixture is not None:
-                counts = self.mixture.counts_between(row["epoch"], *self.split.batch(finished.step))
-                row |= {f"{ROWS_OF}{name}": count for name, count in counts.items()}
-            rows.append(row | finished.measured)
-        self._rows += rows
-        self.send(Logged(tuple(rows)))
-
-    def take(self) -> pa.Table:
-        """Return the rows added since the last call that no piece holds yet, for `write_piece`."""
-        self.flush()
-        rows, self._rows = [row for row in self._rows if row["step"] >= self._kept], []
-        sources = () if self.mixture is None else self.mixture.names
-        return table_of_rows(rows, history_schema(self.names, list(self._extra), sources))
-
-
-def history_schema(names: Sequence[str], extra: Sequence[str], sources: Sequence[str] = ()) -> pa.Schema:
-    """Return the columns of the history: those of every step, then `extra`, which only some steps have."""
-    numbers = [*names, "learning_rate", "gradient_norm"]
-    fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
-    fields += [("rows", pa.int64()), *((f"{ROWS_OF}{name}", pa.int64()) for name in sources)]
-    fields += [(name, pa.float64()) for name in (*CLOCKED, *extra)]
-    return pa.schema(fields)

@@ -163,7 +163,11 @@ class Stored:
 
 def in_memory(tensor: torch.Tensor) -> Stored:
     """Wrap a tensor that is in memory as if it were stored elsewhere."""
-    return Stored(tuple(tensor.shape), lambda start, stop: tensor[start:stop] if tensor.ndim else tensor)
+
+    def rows(start: int, stop: int) -> torch.Tensor:  # a sparse tensor has no slices
+        return tensor[start:stop] if tensor.ndim and stop - start < len(tensor) else tensor
+
+    return Stored(tuple(tensor.shape), rows)
 
 
 def made_dense(indices: Stored, values: Stored, shape: list[int]) -> Stored:

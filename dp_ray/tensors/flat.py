@@ -1,11 +1,11 @@
 """Tensors as bytes: one in its own memory, or several in one flat buffer for a message, a broadcast or pinned memory.
 
 >>> tensors = [torch.ones(2, dtype=torch.bool), torch.arange(3)]
->>> list(views(flat(tensors), tensors))
+>>> views(flat(tensors), tensors)
 [tensor([True, True]), tensor([0, 1, 2])]
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,18 +58,57 @@ def room(form: HasForm) -> int:
     return -(-form.nbytes // ALIGNED) * ALIGNED
 
 
+class FlatLayout:
+    """Where tensors stand in flat memory, `nbytes` in all: one after another, each at a multiple of `aligned` bytes.
+
+    Each is contiguous there, or has its `strides`, which must leave no gaps.
+    """
+
+    def __init__(
+        self, forms: Iterable[HasForm], aligned: int = ALIGNED, strides: Iterable[Sequence[int]] | None = None
+    ) -> None:
+        self._places: list[tuple[torch.dtype, Sequence[int], Sequence[int], int]] = []
+        given, stop = None if strides is None else iter(strides), 0
+        for form in forms:
+            steps = _contiguous(form.shape) if given is None else next(given)
+            self._places.append((form.dtype, form.shape, steps, stop // form.dtype.itemsize))
+            stop += -(-form.nbytes // aligned) * aligned
+        self.nbytes = stop
+        self._dtypes = {dtype for dtype, *_ in self._places}
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors in memory of this layout, as views; `memory` has one dimension, of any dtype."""
+        own, found = dict[torch.dtype, torch.Tensor](), []
+        for dtype in self._dtypes:
+            own[dtype] = memory if memory.dtype == dtype else memory.view(torch.uint8)[: self.nbytes].view(dtype)
+        for dtype, shape, strides, start in self._places:
+            numbers = own[dtype]
+            found.append(numbers.as_strided(shape, strides, numbers.storage_offset() + start))
+        return found
+
+    def put(self, memory: torch.Tensor, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+        """Copy tensors to their places in the memory, and return it; the place of None stays as it is."""
+        for view, tensor in zip(self.views(memory), tensors, strict=True):
+            if tensor is not None:
+                view.copy_(tensor.detach())
+        return memory
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor of a shape."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return strides[::-1]
+
+
 def flat(tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
     """Return the tensors' bytes one after another, uint8, in new memory of the device; by default on the CPU."""
-    buffer = torch.empty(sum(map(room, tensors)), dtype=torch.uint8, device=device)
-    for view, tensor in zip(views(buffer, tensors), tensors, strict=True):
-        view.copy_(tensor.detach())
-    return buffer
+    layout = FlatLayout(tensors)
+    return layout.put(torch.empty(layout.nbytes, dtype=torch.uint8, device=device), tensors)
 
 
-def views(buffer: torch.Tensor, forms: Iterable[HasForm]) -> Iterator[torch.Tensor]:
-    """Yield the tensors of these forms in a flat buffer, as views: the inverse of `flat`."""
-    start = 0
-    for form in forms:
-        end = start + form.nbytes
-        yield buffer[start:end].view(form.dtype).view(form.shape)
-        start = -(-end // ALIGNED) * ALIGNED
+def views(buffer: torch.Tensor, forms: Iterable[HasForm]) -> list[torch.Tensor]:
+    """Return the tensors of these forms in a flat buffer, as views: the inverse of `flat`."""
+    return FlatLayout(forms).views(buffer)

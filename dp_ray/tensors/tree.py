@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from dp_ray.errors import Error, ModelError
+from dp_ray.tensors.flat import as_bytes
 
 Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
 IsWhole: TypeAlias = Callable[[Any], bool]
@@ -410,6 +411,30 @@ def is_texts(node: Any) -> bool:
     """Return whether a node is a list of texts, or an array of them as objects, and of at least one."""
     is_array = isinstance(node, np.ndarray) and node.dtype.kind == "O" and node.ndim == 1
     return (is_array or isinstance(node, list)) and len(node) > 0 and all(isinstance(part, str) for part in node)
+
+
+def is_same_constant(here: Any, there: Any) -> bool:
+    """Return whether two constants are the same to the bit; of objects, whether they are equal."""
+    if here is there:
+        return True
+    if is_plain(here) and is_plain(there):
+        return repr(here) == repr(there)
+    try:
+        return bool(here == there)
+    except Exception:  # the == of a user's object may raise anything
+        return False
+
+
+def is_same_leaf(here: Any, there: Any) -> bool:
+    """Return whether two tensors, or two arrays, are the same to the bit."""
+    if isinstance(here, Ragged) or isinstance(there, Ragged) or here.shape != there.shape:
+        return False
+    if isinstance(here, np.ndarray) or isinstance(there, np.ndarray):
+        return type(here) is type(there) and here.dtype == there.dtype and bool(here.tobytes() == there.tobytes())
+    if here.dtype is not there.dtype:
+        return False
+    is_dense = all(each.layout is torch.strided and not each.is_quantized for each in (here, there))
+    return is_dense and torch.equal(as_bytes(here), as_bytes(there))
 
 
 def _is_namedtuple(cls: type[Any]) -> bool:

@@ -152,6 +152,9 @@ def test_workers_meet_at_the_store_of_their_own_attempt() -> None:
         assert not waiting.done()
         await channel.set_store("b", "host", 2)
         assert await waiting == ("host", 2)
+        assert await channel.store("c", 0, 0.01) is None, "rank 0 stands still"
+        await channel.set_store("c", "host", 3)
+        assert await channel.store("c", 0, 0.01) == ("host", 3)
 
     played(play())
 

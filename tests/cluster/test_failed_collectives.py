@@ -22,7 +22,7 @@ from dp_ray.cluster.channel import NOTHING
 from dp_ray.cluster.decisions import Memory, Restart, RestartReason, Snapshot, WorkersFailed, decide_restart
 from dp_ray.cluster.worker import _ending_of
 from dp_ray.engine import world
-from dp_ray.engine.out_of_memory import is_out_of_memory
+from dp_ray.engine.user_code import is_out_of_memory
 from dp_ray.engine.world import (
     NO_TIMEOUT,
     TIMEOUT,
@@ -35,7 +35,6 @@ from dp_ray.engine.world import (
     failed_collective,
     failed_in_group,
     form_group,
-    group_error,
     leave_group,
     new_group,
     passes,
@@ -170,7 +169,7 @@ NOT_DEVICE = "Attempt to perform collective on tensor not on device passed to in
 def test_the_cause_of_a_failed_collective_is_read_from_its_text(error: RuntimeError, cause: Cause, line: str) -> None:
     failed = failed_collective(error)
     assert failed == (cause, line)
-    said = str(group_error(failed))
+    said = str(failed.error())
     assert line in said and "\n" not in said
 
 
@@ -225,7 +224,7 @@ ENDS = {
 @pytest.mark.parametrize("cause", Cause)
 def test_only_what_may_be_a_lost_worker_is_retried_as_one(cause: Cause) -> None:
     kind, do, holds = ENDS[cause]
-    error = group_error(FailedCollective(cause, "it"))
+    error = FailedCollective(cause, "it").error()
     assert type(error) is kind and holds in str(error)
     exits = {0: WorkerExit(_ending_of(error), str(error), has_progressed=False)}
     memory = Memory(3, lost_peer_since=0.0)

@@ -53,7 +53,7 @@ ALLOWED = {
     ),  # whose host a worker enters; it imports nothing of the project
     ("tests/cluster/test_first_start.py", "ray._private"),  # sends a signal in the midst of ray.init
     # A process that unpickles knows no class of the one that pickled.
-    ("tests/engine/test_objects.py", "ray.cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID"),
+    ("tests/engine/test_ship.py", "ray.cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID"),
     ("tests/support/ray_forks.py", "ray._private.parameter.RayParams"),  # forks the workers of the tests' cluster
 }
 

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from dp_ray.engine.bad_samples import Quarantine, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
+from dp_ray.engine.bad_samples import (
+    Quarantine,
+    Reference,
+    Screen,
+    bad_sample,
+    choose_reference,
+    item_form,
+    not_finite,
+)
 from dp_ray.engine.items import SampleReader
 from dp_ray.engine.loader import Collate, Read
 from dp_ray.engine.world import World
@@ -173,7 +181,7 @@ def test_a_sample_that_is_good_again_is_not_set_aside(tmp_path: Path) -> None:
 
 def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
     dataset, kept = Broken(23, raises=[11]), list[list[int]]()
-    quarantine = Quarantine(Reference(0, form_of(dataset[0])), lambda shard, bad: kept.append(list(bad)))
+    quarantine = Quarantine(Reference(0, item_form(dataset[0])), lambda shard, bad: kept.append(list(bad)))
     made = prediction({}, workers=1, order="dataset")
     before = [index for indices, _ in loader_of(made, dataset, quarantine=quarantine) for index in indices.tolist()]
     assert before == [index for index in range(23) if index != 11]
@@ -275,7 +283,7 @@ def test_the_reference_is_of_the_most_common_form() -> None:
 
 def verdicts(items: list[Any], size: int, collate: Any = None) -> set[int]:
     """The samples that are bad if so many are read at once; the first one is the reference."""
-    screen = Screen(SampleReader(items), True, collate is not None, reference=Reference(0, form_of(items[0])))
+    screen = Screen(SampleReader(items), True, collate is not None, reference=Reference(0, item_form(items[0])))
     bad: set[int] = set()
     for start in range(0, len(items), size):
         indices = list(range(len(items)))[start : start + size]
@@ -375,7 +383,7 @@ def test_the_reference_of_a_resumed_run_is_the_same_whatever_the_keys_are_called
         )
         assert quarantine is not None
         forms.append(quarantine.reference)
-    assert forms[0] == forms[1] == Reference(0, form_of(WithSecretKeys(5)[0]))
+    assert forms[0] == forms[1] == Reference(0, item_form(WithSecretKeys(5)[0]))
     assert HUSH not in "".join(path.read_text() for path in tmp_path.iterdir())
 
 

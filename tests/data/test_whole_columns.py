@@ -158,11 +158,11 @@ def test_a_column_that_is_not_there_or_cannot_be_carried_is_left_to_the_items(ta
 
 
 def test_errors_are_left_to_the_items() -> None:
-    def fails(indices: Any, names: Any) -> Any:
-        raise DataError("row group 3 is damaged")
+    class Fails:
+        def read_columns(self, indices: Any, names: Any) -> Any:
+            raise DataError("row group 3 is damaged")
 
-    assert WholeColumns(fails, None).cut([1]) is None
-    assert WholeColumns(lambda indices, names: {}, None).cut([1]) == ColumnSlice({})
+    assert WholeColumns(Fails(), None).cut([1]) is None
 
 
 def test_a_column_of_tensors_keeps_its_shape(tmp_path: Path) -> None:

@@ -251,7 +251,6 @@ CLASSES = torch.tensor([0, 1, 2, 2, 1, 0])
     [
         {"target": "torch.nn:CrossEntropyLoss", "args": {"weight": [1, 2, 3]}},
         {"target": "torch.nn.functional:cross_entropy", "args": {"weight": [1, 2, 3]}},
-        nn.CrossEntropyLoss(weight=torch.tensor([1, 2, 3])),
     ],
 )
 def test_integer_class_weights_are_cast(given: Any) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,26 @@ def test_a_session_goes_on_with_those_that_stay_where_others_are_killed_between_
     assert "started anew" not in capfd.readouterr().err
     assert not set(ran(on_lost_worker="restart")) & set(whole)
     assert "started anew: one was replaced alone, and this job needs workers that" in capfd.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.ray
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_stopped_between_two_jobs_is_left_out_of_the_next_one(
+    session: Session, tmp_path: Path, in_project: Path, rank: int
+) -> None:
+    keys: dict[str, Any] = {**GOES_ON, "epochs": 2, "workers": 2, "storage": str(tmp_path), "quiet": True}
+    first = session.run(None, **keys, name="first")
+    stopped = first.workers[rank]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        after = session.run(None, **keys, name="after", timeouts={"step": 5, "rejoin": 2})
+        assert time.monotonic() - began < 60
+    finally:
+        os.kill(stopped, signal.SIGKILL)
+    assert after.weights_sha256 == first.weights_sha256
+    assert stopped not in [worker["pid"] for worker in after.workers]
 
 
 @pytest.mark.full

@@ -1,10 +1,9 @@
-"""What a step sums and computes beside the gradients: the stats, norms known early, and the seeds of an update."""
+"""What a step sums and computes beside the gradients: the stats, norms, and the seeds of an update."""
 
 import json
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dp_ray.engine.optimizer import runs_users_code
-from dp_ray.engine.reduce import Reducer
 from dp_ray.engine.step import Weighted, as_tensor, row_of
-from dp_ray.engine.votes import MISSING, VOTES, StepControl, StepSums
+from dp_ray.engine.votes import MISSING, VOTES, StepSums
 from dp_ray.engine.world import CPU, World, own_rank
-from tests.support import training
-from tests.support.builders import optimizer_step_of
 from tests.support.group import history_of, run_group
 from tests.support.trainings import job_of
 
@@ -39,32 +35,6 @@ class Noting(torch.optim.SGD):
         with Path(self.folder, f"norms-{own_rank()}.jsonl").open("a") as file:
             file.write(f"{json.dumps(norm)}\n")
         super().step(closure)
-
-
-class Spying(StepControl):
-    """Notes how many parameters each bucket has whose norms are taken while others are summed, on each rank."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.counts: list[int] = []
-
-    def before(self, step: int) -> None:
-        if step:
-            return
-        self.patch = mock.patch.object(Reducer, "summed", self._counting(Reducer.summed))
-        self.patch.start()
-
-    def _counting(self, summed: Any) -> Any:
-        def counted(reducer: Reducer) -> Any:
-            for parameters in summed(reducer):
-                self.counts.append(len(parameters))
-                yield parameters
-
-        return counted
-
-    def through(self) -> None:
-        self.patch.stop()
-        (self.folder / f"early-{own_rank()}.json").write_text(json.dumps(self.counts))
 
 
 class Patient(torch.autograd.Function):
@@ -102,37 +72,14 @@ def some_ignored(outputs: torch.Tensor, target: torch.Tensor) -> tuple[torch.Ten
 
 @pytest.mark.full(but=["torch.nn:CrossEntropyLoss"])
 @pytest.mark.parametrize("loss", ["torch.nn:CrossEntropyLoss", f"{HERE}:some_ignored"])
-def test_norms_known_early_are_torchs_to_the_bit(tmp_path: Path, loss: str) -> None:
+def test_norms_are_torchs_to_the_bit(tmp_path: Path, loss: str) -> None:
     optimizer = {"target": f"{HERE}:Noting", "args": {"folder": str(tmp_path)}}
     job = job_of({"target": f"{HERE}:Wide"}, workers=2, epochs=1, loss=loss, optimizer=optimizer)
-    run_group(job, tmp_path / "run", Spying(tmp_path))
+    run_group(job, tmp_path / "run")
     norms = [row["gradient_norm"] for row in history_of(tmp_path / "run")]
     for rank in range(2):
         noted = (tmp_path / f"norms-{rank}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in noted] == norms
-        counts = json.loads((tmp_path / f"early-{rank}.json").read_text())
-        assert counts == [7] + [4, 3] * (len(norms) - 1), (
-            "DDP's buckets, of which the last comes with the stats, after the backward; the first step has one"
-        )
-
-
-def test_a_norm_known_early_counts_unless_the_gradients_are_weighed() -> None:
-    def norm(weight: float, rows: int) -> float:
-        model = training.mlp()
-        step = optimizer_step_of(job_of("mlp"), model)
-        parameters = list(model.parameters())
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        step.take_norms(parameters[:2])
-        for parameter in parameters[:2]:
-            assert parameter.grad is not None
-            parameter.grad.zero_()
-        return step.apply(weight, rows, 0).item()
-
-    numbers = [parameter.numel() for parameter in training.mlp().parameters()]
-    everything, without = sum(numbers) ** 0.5, sum(numbers[2:]) ** 0.5
-    assert norm(4.0, 4) == pytest.approx(everything)
-    assert norm(2.0, 4) == pytest.approx(2 * without), "the early norms are of gradients that were weighed since"
 
 
 @given(

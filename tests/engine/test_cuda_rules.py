@@ -20,13 +20,11 @@ from dp_ray.engine import host_copy, loading, random
 from dp_ray.engine.clock import DeviceClock
 from dp_ray.engine.host_copy import PinnedMemory, side_stream
 from dp_ray.engine.items import SampleReader
-from dp_ray.engine.loader import Samples
+from dp_ray.engine.loader import Samples, StepTimes, TimedLoader
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import build_model
-from dp_ray.engine.out_of_memory import free_memory
-from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Update
-from dp_ray.engine.user_code import raise_as
+from dp_ray.engine.user_code import free_memory, raise_as
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, text_of
 from dp_ray.errors import DataError, ModelError
@@ -34,12 +32,11 @@ from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir import checkpoint
 from dp_ray.rundir.checkpoint import CheckpointWriter
+from dp_ray.rundir.history import History
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks import task
 from dp_ray.tasks.train_state import TrainState
-from dp_ray.telemetry import times
-from dp_ray.telemetry.times import History
 from tests.support import training
 from tests.support.builders import loader_of, optimizer_step_of
 from tests.support.group import ProcessExit, run_group, weights_of
@@ -207,13 +204,15 @@ def test_what_a_loaders_process_gets_holds_no_events_of_the_gpu() -> None:
 
 @pytest.mark.parametrize("begins", ["", "Caught RuntimeError in pin memory thread for device 0.\n"])
 def test_samples_that_are_on_a_gpu_already_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch, begins: str) -> None:
-    def batches() -> Iterator[Any]:
-        raise RuntimeError(f"{begins}cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-        yield
+    class OnGpu:
+        num_workers = 0
 
-    @contextlib.contextmanager
-    def loaded(*_: Any) -> Iterator[Any]:
-        yield batches()
+        def __iter__(self) -> Iterator[Any]:
+            raise RuntimeError(f"{begins}cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+            yield
+
+    def loaded(*_: Any) -> TimedLoader:
+        return TimedLoader(OnGpu(), StepTimes())  # type: ignore[arg-type]
 
     monkeypatch.setattr(loading, "make_loader", loaded)
     job = job_of("mlp")
@@ -360,8 +359,8 @@ def test_the_history_is_read_from_the_device_at_once(tmp_path: Path, monkeypatch
         history.add(step, Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False), {})
     history.flush()
     (logged,) = sent
-    assert [row["loss"] for row in logged.rows] == [0.0, 0.25, 0.5]
-    assert [row["gradient_norm"] for row in logged.rows] == [float(torch.tensor(0.1 + step)) for step in range(3)]
+    assert [row["loss"] for row in logged] == [0.0, 0.25, 0.5]
+    assert [row["gradient_norm"] for row in logged] == [float(torch.tensor(0.1 + step)) for step in range(3)]
     assert len(Slow.told) == 1, "each read waits for the GPU"
 
 
@@ -387,8 +386,8 @@ def test_the_history_of_a_gpu_comes_while_the_training_goes_on(
         def wait(self) -> torch.Tensor:
             return self.numbers.as_subclass(torch.Tensor)
 
-    monkeypatch.setattr(times, "HostCopy", Coming)
-    monkeypatch.setattr(times, "SEND_SECONDS", -1.0)  # each step asks for what has come
+    monkeypatch.setattr(host_copy, "HostCopy", Coming)
+    monkeypatch.setattr("dp_ray.rundir.history.SEND_SECONDS", -1.0)  # each step asks for what has come
     sent: list[Any] = []
     history = History(Storage(str(tmp_path)), Split(20, 4, 1), ["loss"], [], 0, sent.append)
 
@@ -401,11 +400,11 @@ def test_the_history_of_a_gpu_comes_while_the_training_goes_on(
     assert not sent, "no step waits"
     ready.append(True)
     add(2)
-    assert [row["step"] for logged in sent for row in logged.rows] == [0, 1, 2]
+    assert [row["step"] for logged in sent for row in logged] == [0, 1, 2]
     ready.clear()
     add(3)
     assert history.take().column("loss").to_pylist() == [0.0, 0.25, 0.5, 0.75]
-    assert [row["step"] for logged in sent for row in logged.rows] == [0, 1, 2, 3]
+    assert [row["step"] for logged in sent for row in logged] == [0, 1, 2, 3]
 
 
 def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,10 +150,10 @@ def test_device_map_auto_trains_as_the_same_model_on_one_device(tmp_path: Path) 
 
 def test_a_sequential_is_dealt_by_bytes_and_moves_what_reaches_a_part() -> None:
     job = Job.make({"model": Stack, "dataset": [1], "batch_size": 1, "device_map": "auto", **TWO}, "job")
-    blocks = blocks_of(job, Stack(64), 2)
+    blocks = blocks_of(job, Stack(64), ["cpu", "meta"])
     linear, last = 64 * 65 * 4, 65 * 10 * 4
     assert [block.bytes for block in blocks] == [0, linear, 0, linear, 0, last]
-    assert [block.device for block in blocks] == [0, 0, 0, 1, 1, 1]
+    assert [block.device for block in blocks] == ["cpu"] * 3 + ["meta"] * 3
 
     model = spread(job, Stack(64), [META, CPU])
     assert [parameter.device for parameter in model.parameters()] == [META] * 2 + [CPU] * 4
@@ -202,7 +202,7 @@ def test_a_layer_that_stands_twice_in_a_sequential_is_placed_too() -> None:
 def test_named_blocks_get_their_tensors_and_the_rest_stays_on_the_first_device(tmp_path: Path) -> None:
     job = named(blocks=BLOCKS)
     model = initial(Named)
-    assert [block.device for block in blocks_of(job, model, 2)] == [0, 0, 1, 1]
+    assert [block.device for block in blocks_of(job, model, ["a", "b"])] == ["a", "a", "b", "b"]
     placed = spread(job, initial(Named), [CPU, CPU])
     inputs = torch.randn(5, 6)
     assert torch.equal(placed(inputs), model(inputs))
@@ -231,12 +231,12 @@ def test_named_blocks_get_their_tensors_and_the_rest_stays_on_the_first_device(t
 )
 def test_blocks_that_cannot_be_are_told(keys: dict[str, Any], says: str) -> None:
     with pytest.raises(JobError, match=says):
-        blocks_of(named(**keys), Named(), 2)
+        blocks_of(named(**keys), Named(), ["cpu", "meta"])
 
 
 def test_a_parameter_on_two_devices_is_told_with_both_its_names() -> None:
     with pytest.raises(JobError, match=r"blocks.0.linear.weight and blocks.3.linear.weight are the same parameter"):
-        blocks_of(named(blocks=BLOCKS), Named(tied=True), 2)
+        blocks_of(named(blocks=BLOCKS), Named(tied=True), ["cpu", "meta"])
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,8 @@ def test_a_forward_that_mixes_devices_names_both_and_the_module(tmp_path: Path) 
         job = Job.make({**keys, "devices": ["cpu", "meta"], **task}, "job")
         world = World(device=CPU, all_devices=(CPU, META))
         with pytest.raises(
-            ModelError, match=r"module 'parts\.1' got tensors on two devices, (cpu and meta|meta and cpu): move them"
+            ModelError,
+            match=r"device meta is not .* device cpu.* module 'parts\.1' got tensors on two devices: move",
         ):
             run_task(job, world, run, lambda what: None)
     assert run.child(ledger.PARTS).names() == []
@@ -295,8 +296,7 @@ def test_other_errors_are_not_taken_for_mixed_devices() -> None:
     )
     for text in torchs:
         says = mixed_devices(nn.Linear(1, 1), RuntimeError(text))
-        assert says is not None
-        assert "cuda:1" in says and "cpu" in says and "the model's own forward" in says
+        assert "the model's own forward" in says
 
 
 @pytest.mark.parametrize(

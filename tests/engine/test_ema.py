@@ -12,7 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dp_ray
 from dp_ray.driver.from_run import follow_up
-from dp_ray.engine.optimizer import Average
+from dp_ray.engine.average import Average
+from dp_ray.engine.world import World
 from dp_ray.errors import JobError, StorageError
 from tests.support import training
 from tests.support.group import StopsBefore, history_of, measured, run_group, weights_of
@@ -70,7 +71,7 @@ class Mixed(nn.Module):
 def test_each_update_gives_the_bits_of_torchs_own() -> None:
     torch.manual_seed(3)
     model = Mixed()
-    average, expected = Average(job_of("mlp", ema={"decay": 0.9}), model), averaged(model)
+    average, expected = Average(job_of("mlp", ema={"decay": 0.9}), model, World()), averaged(model)
     for _ in range(4):
         with torch.no_grad():
             for parameter in (*model.parameters(), *model.buffers()):
@@ -288,20 +289,3 @@ def test_sharded_averages_are_evaluated_and_the_training_goes_on_with_its_own_we
     with torch.no_grad():
         total, weight = training.token_loss(model.eval()(tokens), targets)
     assert ends[1][-1] == pytest.approx(float(total / weight), rel=1e-5)
-
-
-class Unique(nn.Linear):
-    """A model that cannot be copied."""
-
-    def __init__(self) -> None:
-        super().__init__(6, 3)
-
-    def __deepcopy__(self, memo: Any) -> nn.Module:
-        raise TypeError("there is only one of me")
-
-
-def test_a_model_that_cannot_be_copied_is_told(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="ema: copying the model raised TypeError: there is only one of me"):
-        dp_ray.run(
-            **keys_of(storage=str(tmp_path), name="x", model="tests.engine.test_ema:Unique", ema={"decay": 0.9})
-        )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.engine.out_of_memory import free_memory
+from dp_ray.engine.user_code import free_memory
 from tests.support import group
 from tests.support.group import run_group
 from tests.support.trainings import job_of, keys_of

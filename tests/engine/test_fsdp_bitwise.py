@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dp_ray.engine.sharded.state import FsdpRound, TreeScatter
+from dp_ray.engine.update import declared_step
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.plan.order import Order
@@ -110,6 +111,23 @@ def test_vectors_of_a_fused_optimizer_end_where_they_do_in_one_process(tmp_path:
 def test_what_cannot_be_bitwise(keys: dict[str, Any], says: str) -> None:
     with pytest.raises(JobError, match=says):
         job_of("mlp", bitwise=True, strategy="fsdp", **keys)
+
+
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_a_worker_alone_updates_in_one_thread_if_others_must_get_its_bits(
+    bitwise: bool,
+) -> None:
+    """Where several threads cut a tensor, its last numbers are rounded otherwise."""
+    model, threads = nn.Linear(2, 2), []
+    step = declared_step(job_of("mlp", workers=1, strategy="fsdp", bitwise=bitwise), model, torch.device("cpu"))
+    step.optimizers[0].register_step_pre_hook(lambda *_: threads.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        step.step()
+        assert (threads, torch.get_num_threads()) == ([1 if bitwise else 2], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -24,7 +24,7 @@ PARTS = ["channels_last", "transposed", "scalar", "double", "unused", "sometimes
 PARTS += ["observer", "dropout", "noise", "expanded", "sparse", "complex", "half", "wide"]
 MODES = ["adapter", "wide_adapter", "built_in_eval", "own_train", "experts", "dropped", "freezing"]
 WHOLE = {"adapter", "wide_adapter", "built_in_eval", "experts", "freezing"}  # what fsdp refuses
-WRITES = ["momentum", "momentum_data", "max_norm", "rescaled", "shrinking", "lazy", "made", "hidden", "in_place"]
+WRITES = ["momentum", "momentum_data", "max_norm", "rescaled", "shrinking", "lazy", "hidden", "in_place"]
 WRITTEN = {"momentum": "follower.bias", "momentum_data": "follower.bias", "max_norm": "words.weight"}
 WRITTEN |= {"shrinking": "head.weight"}
 
@@ -156,7 +156,6 @@ FOUND: dict[str, dict[str, Any]] = {
     "sparse gradients made dense": {"has": ["sparse"]},
     "an expanded buffer": {"has": ["expanded"]},
     "a complex parameter, the first": {"has": ["complex"], "workers": [3, 8]},
-    "a buffer that the first forward makes, the only one": {"has": ["made"], "kept": 1, "stops": 1},
     "parameters of two dtypes": {"has": ["double", "scalar"], "workers": [3, 5]},
 }
 

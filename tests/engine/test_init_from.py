@@ -13,7 +13,6 @@ from torch import nn
 import dp_ray
 from dp_ray.driver.from_run import follow_up
 from dp_ray.engine.placement import Placement, ShardedPlacement
-from dp_ray.engine.sharded.state import load_rows
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError, ModelError, StorageError
 from dp_ray.job.job import Job
@@ -22,7 +21,7 @@ from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.start import read_start
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import in_memory, write_tensors
+from dp_ray.tensors.files import write_tensors
 from tests.support import training
 from tests.support.cluster import Run
 
@@ -382,24 +381,6 @@ def test_strict_false_is_not_advised_where_nothing_fits(
     torch.save(weights, tmp_path / "w.pt")
     with pytest.raises(ModelError, match=end + "$"):
         dp_ray.run(**{**keys(tmp_path), "init_from": str(tmp_path / "w.pt"), "strict": strict})
-
-
-def test_what_is_loaded_row_by_row_is_the_same() -> None:
-    """As with `strategy: fsdp`, here with one worker, which holds all rows."""
-    weights = {name: in_memory(torch.full_like(tensor, 0.5)) for name, tensor in Headed(3).state_dict().items()}
-    model = Headed(5, extra=True)
-    with pytest.raises(ModelError, match=r"missing: scale; of another size: head.weight .*; set strict"):
-        load_rows(model, weights, "w", World(), advice="; set strict")
-    assert re.search(
-        LOADS + r"\[5, 3\], head.bias \[3\] in place of \[5\]$", load_rows(model, weights, "w", World(), False)
-    )
-    assert {float(one.unique()) for one in model.body.state_dict().values()} == {0.5}
-    assert 0.5 not in model.head.weight
-    with pytest.raises(ModelError, match=r"no tensor that fits"):
-        load_rows(nn.Linear(2, 2), weights, "w", World(), False)
-    nested = {"epoch": 3, "model": model.state_dict()}
-    with pytest.raises(ModelError, match=r"missing: body.*it holds weights in 'model': save that alone"):
-        load_rows(model, nested, "own.pt", World(), advice="; set strict")
 
 
 @pytest.mark.parametrize("sharers", [None, World()])

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import pin_memory, signal_handling
 
-from dp_ray.engine.timed_loader import StepTimes, TimedLoader, begin_process
+from dp_ray.engine.loader import StepTimes, TimedLoader, begin_process
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
@@ -37,6 +37,7 @@ from tests.support.within import within
 
 SECONDS = 60.0  # the machine may be busy
 PIPE = 65536  # bytes that a pipe holds
+OF_STEP_1 = 4  # the number of its forward: two before the steps tell which outputs have rows
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def end(process: BaseProcess, number: int = signal.SIGKILL) -> None:
 
 
 class Ends(models.Linear):
-    """A model whose third forward, that of step 1, ends a process of the loader, and then starts a thread."""
+    """A model whose forward of step 1 ends a process of the loader, and then starts a thread."""
 
     def __init__(self, place: int = 0, number: int = signal.SIGKILL) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Ends(models.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.begun += 1
-        if self.begun == 3:  # shard 0 runs twice, the second time with one row less
+        if self.begun == OF_STEP_1:
             processes = sorted(set(multiprocessing.active_children()) - self.others, key=lambda one: one.pid or 0)
             process = processes[self.place]
             end(process, self.number)
@@ -116,7 +117,7 @@ def test_one_that_is_killed_within_a_forward_is_told_at_the_next_batch(
     says = f"step 2, shard 0: a process of the loader has ended in the midst of its work (pid {model.pid}, SIGKILL)"
     assert str(raised.value).startswith(f"{says}, as where the system kills one because ")
     assert "take fewer loader.processes" in str(raised.value)
-    assert (model.begun, model.ended) == (3, 3), "the forward went to its end"
+    assert (model.begun, model.ended) == (OF_STEP_1, OF_STEP_1), "the forward went to its end"
     assert signal.getsignal(signal.SIGCHLD) is handler
     assert bool(came) == (knows == "the user's handler")
     assert not set(multiprocessing.active_children()) - model.others
@@ -139,7 +140,7 @@ def test_one_that_is_killed_while_a_thread_starts_breaks_no_thread(
 
     def start_new_thread(function: Any, arguments: tuple[Any, ...]) -> int:
         number: int = start(function, arguments)
-        if model.begun == 3 and not begun:
+        if model.begun == OF_STEP_1 and not begun:
             begun.append(threading.Event())
             time.sleep(0.05)  # the thread has begun
             processes = set(multiprocessing.active_children()) - model.others
@@ -150,7 +151,7 @@ def test_one_that_is_killed_while_a_thread_starts_breaks_no_thread(
     monkeypatch.setattr("tests.engine.test_killed_loaders.end", lambda *_: None)
     with pytest.raises(DataError, match="step 2, shard 0: a process of the loader has ended"):
         run(model, tmp_path)
-    assert begun and model.ended == 3
+    assert begun and model.ended == OF_STEP_1
     assert not threading._limbo  # type: ignore[attr-defined]
 
 

@@ -2,13 +2,12 @@
 
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from dp_ray.engine import reduce
+from dp_ray.engine import reduce, tree_sum
 from dp_ray.engine.world import without_frames
 
 
@@ -20,22 +19,23 @@ def test_a_sum_that_has_failed_in_its_thread_holds_no_group(monkeypatch: pytest.
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("gloo: Connection closed by peer")
 
-    monkeypatch.setattr(reduce, "tree_sum", fails)
+    monkeypatch.setattr(tree_sum, "tree_sum", fails)
+    monkeypatch.setattr(tree_sum, "new_group", Group)
+    exchange: Any = tree_sum.TreeExchange()
     reducer: Any = reduce.TreeReducer.__new__(reduce.TreeReducer)
-    reducer._group, reducer._thread, reducer._begun = Group(), ThreadPoolExecutor(1), []
-    reducer._nodes, reducer._root = [[(0, 1)]], (0, 1)
-    group = weakref.ref(reducer._group)
+    reducer.exchange, reducer._begun = exchange, []
+    group = weakref.ref(exchange._group)
 
     def step(reducer: Any) -> None:
         flat = torch.zeros(4)
         for _ in range(2):  # nobody waits for the second one
-            reducer._begun.append((reducer._begin_exchange(flat, [flat], [[flat]]), [flat]))
-        reducer.close()
-        list(reducer.summed())
+            reducer._begun.append(reducer.exchange.begin(flat, [flat], [[(0, 1)]], (0, 1)))
+        reducer.exchange.close()
+        reducer.finish()
 
     with pytest.raises(RuntimeError, match="closed by peer") as raised:
         step(reducer)
     without_frames(raised.value)
-    del raised, reducer
+    del raised, reducer, exchange
     gc.collect()
     assert group() is None

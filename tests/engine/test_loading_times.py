@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray.driver.finish import share_of_wait
 from dp_ray.engine.items import SampleReader
-from dp_ray.engine.loader import Collate, Samples
-from dp_ray.engine.timed_loader import StepTimes, TimedLoader, share_of_wait, started_loader
+from dp_ray.engine.loader import Collate, Samples, StepTimes, TimedLoader, started_loader
 from dp_ray.job.samples import ReadRequest
 from tests.support.training import Pairs, mlp
 

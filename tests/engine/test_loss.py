@@ -11,6 +11,7 @@ from torch import nn
 from dp_ray.engine.step import Metrics, StepOutput, Weighted, build_loss, weighted_sum
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.keys import Target
+from dp_ray.tasks.measures import check_numbers
 
 CPU = torch.device("cpu")
 OUTPUTS, TARGET = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2, 1, 0, 1])
@@ -150,10 +151,13 @@ class Margin(nn.Module):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (Target(target="torch.nn:MSELoss", args={"reduction": "sum"}), "loss.args.reduction.*leave it out"),
-        (Target(target="torch.nn:MSELoss", args={"size_average": False}), "loss.args.size_average: torch's old name"),
+        (Target(target="torch.nn:MSELoss", args={"reduction": "sum"}), "made with reduction='sum'.*leave it out"),
+        (
+            Target(target="torch.nn.functional:mse_loss", args={"reduction": "sum"}),
+            "loss.args.reduction.*leave it out",
+        ),
         (nn.MSELoss(reduction="sum"), "made with reduction='sum'"),
-        (Margin(), "make it a part of the model"),
+        (Margin(), "make them the model's, and use step"),
         ([1, 2], r"must be a function of \(outputs, target\), got a list"),
     ],
 )
@@ -246,8 +250,10 @@ class Counts(nn.Module):
 def measured(function: Any, rows: int, classes: int, is_loss: bool) -> Weighted:
     """What Metrics makes of a shard's loss, or metric."""
     outputs, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
+    value = function(outputs.clone(), target)
+    check_numbers("m", function, (outputs, target), rows, 0, value if is_loss else None)
     if is_loss:
-        return Metrics({}).loss(StepOutput(function(outputs, target), outputs, target, function), rows)
+        return Metrics({}).loss(StepOutput(value, outputs, target, function), rows)
     (found,) = Metrics({"m": function})(StepOutput(None, outputs, target), rows)
     return found
 
@@ -279,6 +285,7 @@ def test_outputs_that_are_broadcast_against_targets_are_found_out(function: Any,
 
     def weight(target: torch.Tensor) -> Any:
         step_output = StepOutput(function(outputs, target), outputs, target, function)
+        check_numbers("m", function, (outputs, target), rows, 0, step_output.loss if is_loss else None)
         metrics = Metrics({"m": function})
         return (metrics.loss(step_output, rows) if is_loss else metrics(step_output, rows)[0]).weight
 
@@ -297,12 +304,11 @@ def test_asking_a_function_leaves_no_trace() -> None:
     function = Counts()
     outputs, target = torch.randn(10, 10), torch.randint(10, (10,))
     torch.manual_seed(1)
-    Metrics({"m": function})(StepOutput(None, outputs, target), 10)
+    check_numbers("m", function, (outputs, target), 10, 0)
     after = torch.rand(())
     torch.manual_seed(1)
-    torch.rand(3)
     assert torch.equal(after, torch.rand(()))
-    assert (function.calls, outputs._version) == (1, 1)
+    assert (function.calls, outputs._version) == (0, 0)
 
 
 KL = nn.functional.kl_div
@@ -344,7 +350,7 @@ def test_class_weights_of_a_module_from_python_are_torchs_mean() -> None:
 def test_a_reduction_of_the_users_own_is_refused() -> None:
     odd = nn.MSELoss()
     odd.reduction = "rootmean"
-    with pytest.raises(JobError, match=r"reduction='rootmean'.*\(sum, weight\)"):
+    with pytest.raises(JobError, match=r"reduction='rootmean'.*\(sum, rows\)"):
         build_loss(odd, CPU)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dp_ray.engine.step import build_loss, of_neighbours, total_of
+from dp_ray.engine.step import build_loss, total_of
+from dp_ray.tasks.measures import of_neighbours
 from tests.support.group import run_group, weights_of
 from tests.support.trainings import job_of
 

@@ -6,16 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from dp_ray.engine import loading
-from dp_ray.engine.memory import plan_memory, shards_that_fit
 from dp_ray.engine.model import build_model
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job.plan import split_of
 from dp_ray.messages import Failed, error_of
-from dp_ray.plan.costs import USABLE
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
 from tests.support import training
@@ -179,33 +175,6 @@ def test_a_model_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(nn.Module, "to", full)
     with pytest.raises(JobError, match=r"cannot be moved to cpu: CUDA out of memory.*; set one of: .*device_map"):
         build_model(job_of("mlp"), [torch.device("cpu")])
-
-
-class Wide(nn.Module):
-    """It keeps 2,000 numbers of each row for its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 1000), nn.Tanh(), nn.Linear(1000, 3))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.layers(inputs)
-        return outputs
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("expected", [10, 20, 21, 100])
-def test_the_fewest_shards_that_would_fit_are_estimated(workers: int, expected: int) -> None:
-    """A batch of 1,000 rows did not fit in a shard for each worker; a device holds what so many shards need."""
-    target = {"target": "tests.engine.test_out_of_memory:Wide"}
-    pairs = {"target": "tests.support.training:Pairs", "args": {"length": 1000}}
-    job = job_of(target, pairs, batch_size=1000, workers=workers, shards=workers)
-    plan = plan_memory(job.model_copy(update={"shards": expected}), None)
-    needs = plan.workers[workers - 1].total + 1
-    batch = next(iter(DataLoader(training.Pairs(1000), 1000 // workers)))
-    room = int(needs / USABLE) + 1
-    assert shards_that_fit(job, split_of(job, 1000), workers, batch, 1000 // workers, room) == expected
-    assert shards_that_fit(job, split_of(job, 1000), workers, batch, 1000 // workers, 1000) is None
 
 
 def test_other_errors_get_no_advice_about_memory(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("in_project")
 HERE = "tests.engine.test_overlapped_read"
 LATE = (3, 4)  # in the early steps the workers agree on what the forward wrote
 SECONDS = 60.0  # if the next batch is not read before: then the test fails
-USED: dict[str, Any] = {"find_unused_parameters": False}  # else a trial runs the first shard once more
+USED: dict[str, Any] = {"find_unused_parameters": False}
 
 
 def numbered(count: int, read: list[int], fails: bool = False) -> Generator[LoadedShard, None, None]:

@@ -12,10 +12,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dp_ray.driver.planning import plan_memory_of
-from dp_ray.engine.eval_state import evaluating
 from dp_ray.engine.loading import Source, seeded_dataset
-from dp_ray.engine.own_modes import returning
-from dp_ray.engine.trial import Data, why_not
+from dp_ray.engine.model import evaluating, returning
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
@@ -23,6 +21,7 @@ from dp_ray.storage import Storage
 from dp_ray.tasks import setup
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.setup import Context, model_to_run
+from dp_ray.tasks.trial import Data, why_not
 from tests.support import own_modes, training
 from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of
 from tests.support.merging import merged

@@ -426,11 +426,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no field": (Lists([[1]]), {"fields": ["input_id"]}, "row 0 of dataset: there is no 'input_id'; did you mean"),
     "number": (Lists([[1]]), {"fields": ["id"]}, r"row 0 of dataset: 'id' must be a list with a number for each tok"),
     "text": (Lists([["a"]]), {}, r"row 0 of dataset: 'input_ids' must be a list with a number for each token"),  # type: ignore[list-item]
-    "a pair": ([([1], 2)], {}, "row 0 of dataset: pack.fields names keys of an item, .* got a tuple of 2"),
+    "a pair": (
+        [([1], 2)],
+        {},
+        "row 0 of dataset: 'input_ids': pack.fields names keys of an item, .* got a tuple of 2",
+    ),
     "bfloat16": (
         [{"input_ids": [1], "weights": torch.ones(1, dtype=torch.bfloat16)}],
         {"fields": ["input_ids", "weights"]},
-        "row 0 of dataset: 'weights': Got unsupported ScalarType BFloat16",
+        "row 0 of dataset: 'weights': .* Got unsupported ScalarType BFloat16",
     ),
     "above int64": (
         [{"input_ids": np.array(row, np.uint64)} for row in ([1], [1, 2**63])],
@@ -449,14 +453,8 @@ def test_rows_that_cannot_be_packed_are_named(case: str) -> None:
 
 
 def test_a_row_that_cannot_be_read_for_its_length_is_named() -> None:
-    class Batched(Lists):
-        def __getitems__(self, rows: list[int]) -> list[Any]:
-            return [self[row] for row in rows]
-
-    for kind in (Lists, Batched):
-        says = r"samples? 2 of the rows of dataset raised ValueError: no such text \(pack counts .*a method lengths"
-        with pytest.raises(DataError, match=says):
-            PackedDataset(kind([[1], [2], [3], [4]], raises=[2]), Pack(length=2, how="cut"))
+    with pytest.raises(DataError, match="sample 2 of the rows of dataset raised ValueError: no such text"):
+        PackedDataset(Lists([[1], [2], [3], [4]], raises=[2]), Pack(length=2, how="cut"))
 
 
 def test_lengths_must_be_numbers() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.engine.bad_samples import Quarantine, Reference, form_of
+from dp_ray.engine.bad_samples import Quarantine, Reference, item_form
 from dp_ray.errors import DataError, Error
 from dp_ray.job.job import Job
 from dp_ray.job.samples import PIECES_AT_ONCE, POSITIONS_AT_ONCE, IndexLists
@@ -91,7 +91,7 @@ def test_with_a_quarantine_a_step_is_read_before_it_is_given_and_its_shards_are_
     scatter: str,
 ) -> None:
     dataset, kept = Noted(raises=[3, 8, 9]), list[tuple[int, int, list[int]]]()
-    reference = Reference(0, form_of(Broken(12)[0]))
+    reference = Reference(0, item_form(Broken(12)[0]))
     quarantine = Quarantine(reference, lambda shard, bad: kept.append((shard.step, shard.shard, sorted(bad))))
     keys = {**PREDICTION, "dataset": dataset, "on_error": {"quarantine": 5}, "scatter": scatter}
     found = []

@@ -17,9 +17,13 @@ from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task
+from tests.support import training
 from tests.support.builders import loader_of
+from tests.support.group import history_of, run_group
 from tests.support.merging import merged
+from tests.support.trainings import job_of
 
+HERE = "tests.engine.test_rng"
 CPU = torch.device("cpu")
 
 
@@ -243,3 +247,111 @@ def test_a_generator_that_no_sample_draws_from_stays_as_it_is() -> None:
     rows_of(dataset, 7, 3)
     assert [kept[0].random(), kept[1].random()] == expected[:2]
     assert torch.equal(torch.rand(2, generator=kept[2]), expected[2])
+
+
+class Held:
+    """Draws from a generator that it holds."""
+
+    def __init__(self) -> None:
+        self.held = {"of": [random.Random(1)]}
+
+    def draw(self) -> float:
+        return self.held["of"][0].random()
+
+
+class DrawingModel(nn.Module):
+    """Gives what it draws beside each row's input."""
+
+    def __init__(self, draws: bool = True) -> None:
+        super().__init__()
+        self.rng = Held() if draws else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + (0.0 if self.rng is None else self.rng.draw())
+
+
+class DrawingCollate(Held):
+    def __call__(self, items: list[Any]) -> torch.Tensor:
+        return torch.stack(items) + self.draw()
+
+
+class Zeros(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.float64)
+
+
+PROCESSES = {"processes": 2, "context": "fork"}
+WAYS: dict[str, dict[str, Any]] = {
+    "1": {},
+    "2": {"workers": 2},
+    "loaders": {"workers": 2, "loader": PROCESSES},
+}
+
+
+@pytest.mark.parametrize("draws", ["model", "collate"])
+def test_what_a_model_and_a_collate_draw_from_their_own_is_their_shards(tmp_path: Path, draws: str) -> None:
+    model = {"target": f"{HERE}:DrawingModel", "args": {"draws": draws == "model"}}
+    keys: dict[str, Any] = {"model": model, "dataset": {"target": f"{HERE}:Zeros"}, "batch_size": 8, "shards": 4}
+    keys |= {"collate": {"target": f"{HERE}:DrawingCollate"}} if draws == "collate" else {}
+    found = []
+    for name, more in WAYS.items():
+        job = Job.make({**keys, **more}, "job")
+        run_group(job, tmp_path / name)
+        found.append(merged(job, tmp_path / name, 20).read().tolist())
+    assert found[0] == found[1] == found[2]
+    assert len({row[0] for row in found[0]}) == 4 + 4 + 4, "each shard of each step has its own"
+
+
+class DrawingRows(Held, training.Pairs):
+    """Pairs whose inputs are drawn."""
+
+    def __init__(self) -> None:
+        Held.__init__(self)
+        training.Pairs.__init__(self, 12)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((6,), self.draw()), self.targets[index]
+
+
+class DrawingLoss(Held):
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        drawn = self.draw() if torch.is_grad_enabled() else 1.0
+        return nn.functional.cross_entropy(outputs, target, reduction="none") * drawn
+
+
+def distinct(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """1 for each row whose outputs no other row of the shard has."""
+    rows = list(map(tuple, outputs.tolist()))
+    return torch.tensor([float(rows.count(row) == 1) for row in rows])
+
+
+def test_what_a_loss_and_an_evaluations_dataset_draw_is_as_in_one_process(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {
+        "batch_size": 10,
+        "shards": 4,
+        "bitwise": True,
+        "metrics": {"distinct": f"{HERE}:distinct"},
+    }
+    keys |= {"eval": {"dataset": {"target": f"{HERE}:DrawingRows"}, "every_steps": 2}}
+    keys |= {
+        "loss": {"target": f"{HERE}:DrawingLoss"},
+        "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}},
+    }
+    found = []
+    for name, more in WAYS.items():
+        run_group(job_of("mlp", {"target": f"{HERE}:SamePairs"}, **keys, **more), tmp_path / name)
+        found.append(history_of(tmp_path / name))
+    assert found[0] == found[1] == found[2]
+    assert len({row["loss"] for row in found[0]}) == len(found[0]), "each step has its own"
+    assert {row["eval_distinct"] for row in found[0] if row["eval_distinct"] is not None} == {1.0}
+
+
+class SamePairs(training.Pairs):
+    """Pairs that are all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(40)
+        self.inputs, self.targets = self.inputs * 0 + 1, self.targets * 0

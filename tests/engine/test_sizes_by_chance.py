@@ -420,7 +420,12 @@ WRONG = [
         {},
         r"output 'rows' has no row for each sample, and is another one with 4 rows of shard 0",
     ),
-    ("Holding", "of_logits", {"batch_size": 3}, r"output 'rows' is a Holder, and not the same in the shards 0 and 1"),
+    (
+        "Holding",
+        "of_logits",
+        {"batch_size": 3},
+        r"output 'rows' is 'a Holder of shard 0' in shard 0, and 'a Holder of shard 1'",
+    ),
     (
         "Hidden",
         "of_logits",
@@ -491,8 +496,8 @@ def test_a_list_with_a_name_for_each_row_is_joined(tmp_path: Path, shards: int) 
 
 
 def writing(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A loss that writes its outputs and its target in place."""
-    outputs -= outputs.mean(0)
+    """A loss that writes its target in place, and a copy of its outputs."""
+    outputs = outputs - outputs.mean(0)
     torch.relu_(outputs[:, :2])
     nn.functional.normalize(outputs, dim=1, out=None)
     target.remainder_(3)
@@ -508,7 +513,7 @@ def of_rows(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 6])
-def test_a_loss_may_write_what_it_gets(tmp_path: Path, shards: int) -> None:
+def test_a_loss_may_write_its_target(tmp_path: Path, shards: int) -> None:
     """And a metric gets what the model gave, whether it is measured of shards, or of the batch after the loss."""
     metrics = {"each": f"{HERE}:of_rows", "batch": {"target": f"{HERE}:mean_of_targets", "over": "batch"}}
     job = training("Linear", "writing", shards=shards, metrics=metrics, eval={"dataset": f"{HERE}:Data"})
@@ -522,3 +527,13 @@ def test_a_loss_may_write_what_it_gets(tmp_path: Path, shards: int) -> None:
         outputs = model(data.inputs)
     expected = mean_of_targets(outputs, data.classes).item()
     assert (last["eval_batch"], last["eval_each"]) == pytest.approx((expected, expected), rel=1e-5)
+
+
+def test_a_loss_that_writes_its_outputs_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"step 0: the loss raised RuntimeError: a leaf .* in-place operation"):
+        alone(training("Linear", "writing_outputs", shards=2), tmp_path)
+
+
+def writing_outputs(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    outputs -= outputs.mean(0)
+    return nn.functional.cross_entropy(outputs, target)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.engine.beside import modules_in
+from dp_ray.engine.buffers import modules_in
 from dp_ray.engine.step import build_loss
 from dp_ray.engine.trainer import WRITTEN
 from dp_ray.job.job import Job

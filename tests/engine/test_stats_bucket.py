@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.engine.reduce import StatsBucket
+from dp_ray.engine.votes import StatsBucket
 from dp_ray.engine.world import everyone
 from dp_ray.job.job import Job
 from tests.support.group import Stopped, StopsBefore, history_of, run_group

@@ -1,5 +1,6 @@
 """Parameters that only some steps use, and those that freeze or thaw: one plain process is the oracle."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,8 @@ class Numbered(Routed):
         self.inputs[:, 0] = torch.arange(len(ROUTES)) // 6
 
 
-def freezing_job(workers: int, thaws: bool = False, **keys: Any) -> Any:
-    model = {"target": f"{HERE}:Freezing", "args": {"frozen": [0, 1, 3], "thaws": thaws}}
+def freezing_job(workers: int, frozen: Sequence[int] = (0, 1, 3), thaws: bool = False, **keys: Any) -> Any:
+    model = {"target": f"{HERE}:Freezing", "args": {"frozen": list(frozen), "thaws": thaws}}
     common = {"shuffle": False, "batch_size": 6, "shards": 3, "optimizer": SGD}
     return job_of(model, {"target": f"{HERE}:Numbered"}, **{**common, "workers": workers, **keys})
 
@@ -169,16 +170,18 @@ SGD = {"target": "torch.optim:SGD", "args": OPTIMIZERS["SGD"]}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize("frozen", [[0, 1, 3], [0, 1, 4]])
 def test_a_layer_that_freezes_on_the_way_and_thaws_again_trains_as_in_one_process(
-    tmp_path: Path, bitwise: bool
+    tmp_path: Path, bitwise: bool, frozen: list[int]
 ) -> None:
-    model = initial(Freezing, [0, 1, 3])
+    """After step 4 it thaws in a step of one row: the forward that lets it thaw runs on one worker alone."""
+    model = initial(Freezing, frozen)
     plain = torch.optim.SGD(model.parameters(), **OPTIMIZERS["SGD"])
     losses = plain_loop(model, Numbered(), 6, 2, mean_loss, plain, order_of=lambda _: range(len(ROUTES)))
     for workers in (1, 2, 3):
         # It is frozen at some checkpoints, and where the FLOPs of the first shard are counted.
         keys: dict[str, Any] = {"bitwise": bitwise, "checkpoint": {"every_steps": 2}, "flops": bitwise}
-        run_group(freezing_job(workers, **keys), tmp_path / str(workers))
+        run_group(freezing_job(workers, frozen, **keys), tmp_path / str(workers))
         assert_close(tmp_path / str(workers), model, losses, 3e-6)
 
 

@@ -53,11 +53,19 @@ def test_open_files_and_archives_are_told_before_a_fork(tmp_path: Path) -> None:
     connection.close()
     assert f"datasets[0].held[0].fp ({archive})" in line
     assert f"datasets[1].held[0]['text'] ({tmp_path / 'rows.txt'})" in line
-    assert "datasets[2].held[0] (a sqlite3.Connection)" in line
+    assert "datasets[2].held[0] (Connection)" in line
     assert "log.txt" not in line
     assert "as in __getitem__" in line
     assert len(remarks(dataset, **FORK)) == 1, "a connection is not seen to be closed"
     assert remarks(Holding(opened, text), **FORK) == [], "they are closed by now"
+
+
+@pytest.mark.parametrize(("module", "name"), [("h5py._hl.files", "File"), ("builtins", "Environment")])
+def test_what_h5py_and_lmdb_have_open_is_told_by_the_names_of_their_classes(module: str, name: str) -> None:
+    """As h5py 3.16 and lmdb 3.0 name them."""
+    opened = type(name, (), {"__module__": module})()
+    (line,) = remarks(Holding(opened), **FORK)
+    assert f"held[0] ({name})" in line
 
 
 @pytest.mark.parametrize("many", [1, 70])

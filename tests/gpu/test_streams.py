@@ -21,26 +21,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dp_ray.cluster.heartbeat import recorded_collectives
 from dp_ray.engine import loading
-from dp_ray.engine.buffers import EARLY
 from dp_ray.engine.clock import DevicePlace, Part, StepClock, TimedStep, clock_on
 from dp_ray.engine.loading import LoadedShard, on_device
-from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.placement import Placement
+from dp_ray.engine.state import EARLY
 from dp_ray.engine.trainer import Trainer
+from dp_ray.engine.user_code import free_memory
 from dp_ray.engine.votes import LAG, Lagged, LossWatch, NotFinite
 from dp_ray.engine.world import (
     TIMEOUT,
-    Collective,
     World,
     everyone,
     form_group,
     leave_group,
     new_group,
-    recorded_collectives,
 )
 from dp_ray.job.plan import split_of
-from dp_ray.messages import Measured
+from dp_ray.messages import Collective, Measured
 from dp_ray.plan.split import Shard, Split, Work
 from tests.gpu.conftest import ON
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here

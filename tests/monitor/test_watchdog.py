@@ -5,9 +5,9 @@ import time
 import pytest
 
 from dp_ray.engine.clock import DevicePlace, Part
-from dp_ray.engine.world import Collective, World
+from dp_ray.engine.world import World
 from dp_ray.errors import ModelError
-from dp_ray.messages import Beat, WorkerReady
+from dp_ray.messages import Beat, Collective, WorkerReady
 from dp_ray.monitor.watchdog import (
     SILENT_BEATS,
     Hang,

@@ -157,7 +157,7 @@ class Writes(nn.Module):
         self.tied = self.weight
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.inner: Any = nn.Module()
-        for name in ("in_place", "anew", "larger", "gone", "removed", "shared"):
+        for name in ("in_place", "anew", "larger", "gone", "shared"):
             self.inner.register_buffer(name, torch.ones(2))
         shared: Any = self.inner.shared
         self.inner.register_buffer("twin", shared)
@@ -172,11 +172,8 @@ class Writes(nn.Module):
         inner.anew = inner.anew + 2
         inner.larger = torch.ones(3)
         inner.gone = None
-        del inner.removed
         inner.shared.add_(3)
         inner.empty = torch.full((2,), 4.0)
-        inner.register_buffer("made", torch.full((2,), 5.0), persistent=False)
-        inner.register_buffer("same", inner.made)
 
 
 def written_by(module: nn.Module, forward: Any) -> Iterator[Written]:
@@ -193,12 +190,9 @@ def written_by(module: nn.Module, forward: Any) -> Iterator[Written]:
     after = named()
     firsts: dict[int, str] = {}
     for name, one in after.items():
-        prefix, _, key = name.rpartition(".")
         first = name if one is None else firsts.setdefault(id(one), name)
         value = packed(one) if one is not None and first == name else None
-        is_persistent = key not in module.get_submodule(prefix)._non_persistent_buffers_set
-        yield Written(name, first, value, is_persistent, one is not before.get(name))
-    yield from (Written(name, "", None, True, True) for name in before.keys() - after.keys())
+        yield Written(name, first, value, one is not before.get(name))
 
 
 def test_the_bare_module_takes_all_that_a_forward_has_written() -> None:
@@ -216,9 +210,7 @@ def test_the_bare_module_takes_all_that_a_forward_has_written() -> None:
     assert bare.weight is bare.tied is weight
     assert inner.in_place is in_place
     assert inner.shared is inner.twin is shared
-    assert inner.made is inner.same
     assert inner.gone is None
-    assert not hasattr(inner, "removed")
     loss.backward()
     assert wants.grad is not None and torch.equal(wants.grad, torch.ones(2)), "a graph of the caller's had it saved"
     assert len(watch.look(bare).structure.forms) == len([*worker.parameters(), *worker.buffers()])

@@ -157,8 +157,8 @@ def test_an_old_training_is_reported_resumed_and_loaded(version: str, name: str,
 @pytest.mark.slow
 @each_version
 def test_an_old_prediction_is_reported_resumed_and_loaded(version: str, tmp_path: Path) -> None:
-    # The first shard runs once more, with one row less.
-    says, result = resumed(version, "predict", tmp_path, calls=(STEPS - 3) * SHARDS + 1)
+    # Before the first step the first shard runs, and once more with one row less.
+    says, result = resumed(version, "predict", tmp_path, calls=(STEPS - 3) * SHARDS + 2)
     assert "predict: resumed from step 3\n" in says
     data, model = Pairs(), initial(Net).eval()
     committed: list[torch.Tensor] = []

@@ -41,6 +41,7 @@ from dp_ray.rundir.weights import INDEX_JSON, WeightsIndex
 from dp_ray.storage import Storage
 from dp_ray.system.process import Process
 from dp_ray.tables import PartTable, read_table, write_table
+from dp_ray.tasks.preflight import FACTS_JSON
 from dp_ray.tasks.setup import PINS_JSON, REFERENCE_JSON
 from dp_ray.telemetry import reports
 from dp_ray.telemetry.shapes import shape_table
@@ -147,6 +148,12 @@ CASES = {
         Fetched("/runs", "http://head:8265", {}),
     ),
     "kuberay.json": Case(LAST_END_JSON, LastEnd("m", 75), '{"manifest": "m", "exit_status": 75}\n', LastEnd("n", 0)),
+    "facts.json": Case(
+        FACTS_JSON,
+        {"training 5f": {"rows": {"0": True}, "flops": None}},
+        '{"training 5f": {"rows": {"0": true}, "flops": null}}\n',
+        {},
+    ),
     "progress.json": Case(PROGRESS_JSON, {"step": 3, "at": 1.5}, '{"step": 3, "at": 1.5}\n', {}),
     "the files of a dataset": Case(PINS_JSON, {"a.csv": None}, '{\n  "a.csv": null\n}\n', {"a.csv": "3 bytes"}),
     "the reference sample": Case(

@@ -15,9 +15,8 @@ from dp_ray.engine.trainer import Update
 from dp_ray.errors import StorageError
 from dp_ray.messages import Note
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import best_of, merge_history, read_history, summary, write_piece
+from dp_ray.rundir.history import History, best_of, merge_history, read_history, summary, write_piece
 from dp_ray.storage import Storage
-from dp_ray.telemetry.times import History
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of
 from tests.support.trainings import STEPS_OF_22, job_of
@@ -203,7 +202,7 @@ def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) 
     assert best_of(run, "eval_loss", "max", range(11)) == {"metric": "eval_loss", "value": 9.0, "step": 2}
     assert best_of(run, "eval_loss", "max", [6, 8]) == {"metric": "eval_loss", "value": 5.0, "step": 6}
     assert best_of(run, "eval_loss", "max", [7]) is None
-    assert sum(len(message.rows) for message in sent) == 13
+    assert sum(len(message) for message in sent) == 13
     (tmp_path / "history" / "steps-0-4.parquet").unlink()
     with pytest.raises(StorageError, match="has 0 of 10 steps"):
         merge_history(folder, run, 10)

@@ -194,24 +194,19 @@ def test_a_finished_training_without_its_checkpoints_does_not_begin_anew(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "says"),
+    "scheduler",
     [
-        (
-            {"target": f"{SCHEDULERS}:CosineAnnealingLR", "args": {"T_max": 30}},
-            "CosineAnnealingLR: T_max 30",
-        ),
-        ("tests.support.training:warm_up", "LambdaLR"),
-        ({"target": f"{SCHEDULERS}:StepLR", "args": {"step_size": 5}}, ""),
+        {"target": f"{SCHEDULERS}:CosineAnnealingLR", "args": {"T_max": 30}},
+        "tests.support.training:warm_up",
     ],
 )
 def test_a_scheduler_whose_length_may_depend_on_the_runs_is_told(
-    tmp_path: Path, scheduler: Any, says: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, scheduler: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path, epochs=2, scheduler=scheduler)
     dp_ray.run(job(tmp_path, epochs=3, scheduler=scheduler))
     told = [line for line in capsys.readouterr().err.splitlines() if "the scheduler" in line]
-    line = f"run: 45 steps now, 30 before: the scheduler stays as it was built ({says})"
-    assert told == ([line] if says else [])
+    assert told == ["run: 45 steps now, 30 before: the scheduler stays as it was built"]
 
 
 class Breaks(training.Pairs):

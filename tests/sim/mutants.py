@@ -37,12 +37,12 @@ MUTANTS = {
     "outputs are copied too early": Mutant("engine.host_copy", "__init__", "wait_event", "predict", 1, RACE),
     "outputs may be freed": Mutant("engine.host_copy", "__init__", "record_stream", "predict", 1, REUSE),
     "a checkpoint waits for no copy": Mutant("rundir.checkpoint", "_stage", "synchronize", "kept", 1, "garbage"),
-    "gradients are not noted": Mutant("engine.reduce", "_begin_exchange", "record_event", "paused", 3, RACE),
-    "an exchange waits for no gradient": Mutant("engine.reduce", "_complete", "wait_event", "paused", 3, RACE),
-    "an exchange's sums may be freed": Mutant("engine.reduce", "_complete", "record_stream", "paused", 3, REUSE),
-    "gradients begin anywhere": Mutant("engine.trainer", "__post_init__", "must_align", "odd", 3, "bits"),
+    "gradients are not noted": Mutant("engine.tree_sum", "begin", "record_event", "paused", 3, RACE),
+    "an exchange waits for no gradient": Mutant("engine.tree_sum", "_complete", "wait_event", "paused", 3, RACE),
+    "an exchange's sums may be freed": Mutant("engine.tree_sum", "_complete", "record_stream", "paused", 3, REUSE),
+    "gradients begin anywhere": Mutant("engine.trainer", "__init__", "must_align", "odd", 3, "bits"),
     "one worker's gradients begin anywhere": Mutant(
-        "engine.trainer", "__post_init__", "must_align", "odd views", 1, "bits"
+        "engine.trainer", "__init__", "must_align", "odd views", 1, "bits"
     ),
     "buffers begin anywhere": Mutant("engine.trainer", "_new_state", "must_align", "odd buffer", 1, "ended"),
     "outputs' gradients begin anywhere": Mutant(
@@ -55,7 +55,7 @@ MUTANTS = {
     "a checkpoint is pinned for the first GPU": Mutant(
         "rundir.checkpoint", "_pin", "device", "fsdp kept", 3, "context"
     ),
-    "an exchange ends on the first GPU": Mutant("engine.reduce", "_complete", "device", "paused", 3, "context"),
+    "an exchange ends on the first GPU": Mutant("engine.tree_sum", "_complete", "device", "paused", 3, "context"),
 }
 METHODS = "wait_event", "wait_stream", "record_event", "record", "synchronize", "record_stream"
 FUNCTIONS = "must_align", "torch.cuda.device", "torch.Event.wait"

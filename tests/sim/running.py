@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.engine.out_of_memory import free_memory
+from dp_ray.engine.user_code import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, form_group, gathered, leave_group
 from dp_ray.job.keys import WorkerKeys

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.engine.buffers import EARLY
 from dp_ray.engine.clock import DevicePlace, Part
+from dp_ray.engine.state import EARLY
 from dp_ray.engine.world import World
 from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import Watchdog

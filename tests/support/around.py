@@ -145,7 +145,7 @@ class Model(nn.Module):
     """6 numbers a row to 3, in float64; with `over` prototypes and a scale beside them; hooks on gradients.
 
     adapter: one that `eval()` merges. experts: each row has its own. early: the first forward writes a buffer that no
-    state_dict has, and makes another one.
+    state_dict has, and fills another one.
     """
 
     seen: torch.Tensor
@@ -165,6 +165,7 @@ class Model(nn.Module):
         if "early" in has:
             self.register_buffer("seen", torch.zeros(()))
             self.register_buffer("scale_of", torch.ones(()), persistent=False)
+            self.register_buffer("shift", None, persistent=False)
         self.double()
         if "clamp" in has:
             self.body.weight.register_hook(clamped)  # type: ignore[no-untyped-call]
@@ -184,7 +185,7 @@ class Model(nn.Module):
             if not self.seen:
                 self.seen.fill_(1)
                 self.scale_of.fill_(0.5)
-                self.register_buffer("shift", torch.full((8,), 0.3, dtype=torch.float64), persistent=False)
+                self.shift = torch.full((8,), 0.3, dtype=torch.float64)
             hidden = hidden * self.scale_of + self.shift
         logits = self.head(hidden)
         if "over" not in self.has:

@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
+from dp_ray.engine.loader import StepTimes
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.model import build_model
+from dp_ray.engine.optimizer import Schedule
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
 from dp_ray.engine.reduce import DdpReduction, Trained
 from dp_ray.engine.step import Metrics, StepEnd, build_step
-from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, TrainingStep, Update
-from dp_ray.engine.update import OptimizerStep
+from dp_ray.engine.update import OptimizerStep, declared_step
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
@@ -139,7 +140,15 @@ def step_of(trainer: Trainer, loaded: Iterator[LoadedStep]) -> Update:
 
 def optimizer_step_of(job: Job, model: nn.Module, device: torch.device = CPU) -> OptimizerStep:
     """Build the step of the job's optimizer, on whole parameters."""
-    return OptimizerStep(job, model, device)
+    return declared_step(job, model, device)
+
+
+def update_of(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any, **given: Any
+) -> OptimizerStep:
+    """Build the update of a model by several optimizers, each with a scheduler."""
+    named = dict(model.named_parameters())
+    return OptimizerStep(model, optimizers, Schedule(scheduler, optimizers), named, **given)
 
 
 def ddp_reduction_of(
@@ -194,7 +203,9 @@ def prediction_of(
     """Begin a prediction on the CPU of the shards of `work`, whose indices and batches are given."""
     loaded = (LoadedShard(shard, *next(batches)) for _, shards in work for shard in shards)
     steps = (LoadedStep(step, shards, islice(loaded, len(shards)), work.split.whole(step)) for step, shards in work)
-    return predict(Prediction(job, CPU, work), model, steps)
+    prediction = Prediction(job, CPU, work)
+    with prediction.replica(model) as replica:
+        yield from predict(prediction, replica, steps)
 
 
 def predictions_of(

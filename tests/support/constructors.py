@@ -193,6 +193,7 @@ def _trained(x: torch.Tensor, model: nn.Module) -> nn.Module:
 
 
 WITHOUT_MEMORY: dict[str, Step] = {
+    "pickled": _pickled,
     "one_hot": lambda x, m: F.one_hot(torch.randint(0, 5, (7,)), 5),
     "one_hot of an order": lambda x, m: F.one_hot(torch.randperm(6), 9) * torch.randn(6, 9),
     "weight_norm": lambda x, m: parametrizations.weight_norm(nn.Linear(5, 4)),
@@ -205,14 +206,9 @@ WITHOUT_MEMORY: dict[str, Step] = {
     "eye out": _in(lambda out: torch.eye(3, out=out), (3, 3)),
     "add out": _in(lambda out: torch.add(torch.randn(5), 1, out=out)),
     "a table that changes": _plain_then(lambda table: table.mul_(2)),
-    "to cpu": _then(lambda x: x.to("cpu").fill_(3.0)),
     "to the device": _then(lambda x: x.to(torch.empty(1).device).fill_(3.0)),
     "to another's device": _then(lambda x: x.to(torch.arange(2.0)).mul_(3)),
-    "to device and dtype": _then(lambda x: x.to("cpu", torch.float32).mul_(3)),
-    "to cpu as a copy": _then(lambda x: x.to("cpu", copy=True).mul_(3)),
-    "cpu": _then(lambda x: x.cpu().mul_(3)),
     "type_as": _then(lambda x: x.type_as(torch.arange(2.0)).mul_(3)),
-    "to double": lambda x, m: x.to("cpu", torch.float64),
     "new_tensor": lambda x, m: x.new_tensor([1.0, 2.0, 3.0]),
     "new ones": lambda x, m: x.new_ones(3) + x.new_full((3,), 4.0) + x.new_zeros(3),
     "is_cpu": lambda x, m: x * (2 if x.is_cpu and x.device.type == "cpu" and not x.is_meta else 3),
@@ -223,7 +219,7 @@ WITHOUT_MEMORY: dict[str, Step] = {
     "tied": _tied,
     "run": _ran,
     "loaded": _loaded,
-    "double layers": lambda x, m: (nn.LSTM(3, 2).double(), nn.Linear(2, 3).to("cpu", torch.bfloat16)),
+    "double layers": lambda x, m: (nn.LSTM(3, 2).double(), nn.Linear(2, 3).to(torch.bfloat16)),
     "layers": lambda x, m: (
         nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
         nn.LSTM(3, 4, 2),
@@ -300,10 +296,15 @@ WITHOUT_MEMORY: dict[str, Step] = {
     "a generator": lambda x, m: torch.randn(3, generator=torch.Generator().manual_seed(2)),
     "conj": lambda x, m: torch.complex(x, x).conj() * 2,
     "a conjugate buffer": lambda x, m: m.register_buffer("conj", torch.randn(3, dtype=torch.cfloat).conj()),
-    "as_tensor": _then(lambda x: torch.as_tensor(x, device="cpu").mul_(3)),
-    "to_empty": lambda x, m: nn.init.normal_(nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight),
 }
 WHOLE: dict[str, Step] = {
+    "to cpu": _then(lambda x: x.to("cpu").fill_(3.0)),
+    "to device and dtype": _then(lambda x: x.to("cpu", torch.float32).mul_(3)),
+    "to cpu as a copy": _then(lambda x: x.to("cpu", copy=True).mul_(3)),
+    "cpu": _then(lambda x: x.cpu().mul_(3)),
+    "to double": lambda x, m: x.to("cpu", torch.float64),
+    "as_tensor": _then(lambda x: torch.as_tensor(x, device="cpu").mul_(3)),
+    "to_empty": lambda x, m: nn.init.normal_(nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight),
     "one_hot of so many classes": lambda x, m: F.one_hot(torch.randint(0, 5, (7,))),
     "orthogonal": lambda x, m: parametrizations.orthogonal(nn.Linear(5, 4)),
     "orthogonal by cayley": lambda x, m: parametrizations.orthogonal(nn.Linear(5, 5), orthogonal_map="cayley"),
@@ -322,7 +323,6 @@ WHOLE: dict[str, Step] = {
     "factors": lambda x, m: (*torch.linalg.qr(x), *torch.linalg.svd(x, full_matrices=False)),
     "other randomness": lambda x, m: x * random.random() + torch.from_numpy(np.random.rand(5)),
     "the state": lambda x, m: torch.get_rng_state()[:8],
-    "pickled": _pickled,
 }
 # Each with the error that names it.
 REFUSED: dict[str, tuple[Step, str]] = {

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.engine.objects import copied_object
-from dp_ray.engine.out_of_memory import free_memory
+from dp_ray.engine.ship import pickled_copy
+from dp_ray.engine.user_code import free_memory
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.job.job import Job
@@ -186,7 +186,7 @@ def _work(
             form_group("gloo", TCPStore(LOCALHOST, port), World(rank, size))
         devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
         with suppress(Stopped):
-            job = copied_object(job)  # a pipe gives all workers the same memory of its tensors
+            job = pickled_copy(job)  # a pipe gives all workers the same memory of its tensors
             run = getattr(control, "storage", Storage)(folder)
             world = World(rank, size, all_devices=devices)
             if (task := getattr(control, "task", None)) is None:

@@ -314,12 +314,11 @@ class MaxNorm(nn.Module):
         return found
 
 
-class MakesBuffers(nn.Module):
-    """Its first forward makes a buffer, gives one that is None a value, and sets a third one to None."""
+class FillsBuffers(nn.Module):
+    """Its first forward gives a buffer that is None a value, and sets another one to None."""
 
     later: torch.Tensor | None
     once: torch.Tensor | None
-    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,11 +329,8 @@ class MakesBuffers(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the inputs with what the buffers add."""
         with torch.no_grad():
-            if not hasattr(self, "seen"):
-                self.register_buffer("seen", torch.zeros(4), persistent=False)
-            self.seen += inputs.mean(0)
             self.later = inputs.mean(0) if self.later is None else self.later * 0.5
-        added = self.seen + self.later + (0 if self.once is None else self.once)
+        added = self.later + (0 if self.once is None else self.once)
         self.once = None
         return inputs * self.scale + added
 

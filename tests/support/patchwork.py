@@ -79,8 +79,7 @@ class Patchwork(nn.Module):
 
     Some forwards write. momentum, momentum_data: a frozen copy follows the body, the second by `.data`. max_norm:
     the embedding's weight. rescaled, shrinking: `.data.mul_()` of a trained number, and of the head's weight. lazy,
-    made, hidden: a buffer that is None before the first forward, one that it registers, and one that is in no
-    state_dict. in_place: the inputs.
+    hidden: a buffer that is None before the first forward, and one that is in no state_dict. in_place: the inputs.
 
     Some have modes of their own. adapter, wide_adapter: one that `eval()` merges. built_in_eval: one that was merged
     when it was built. own_train: statistics that the model's `train()` puts into eval. Some train in a part of the
@@ -95,7 +94,6 @@ class Patchwork(nn.Module):
     offsets: torch.Tensor
     hidden: torch.Tensor
     lazy: torch.Tensor | None
-    made: torch.Tensor
     passes: torch.Tensor
 
     def __init__(self, has: list[str]) -> None:
@@ -176,10 +174,6 @@ class Patchwork(nn.Module):
             self.head.weight.data.mul_(0.9 + share)
         if "lazy" in self.has:
             self.lazy = seen.clone() if self.lazy is None else 0.8 * self.lazy + 0.2 * seen
-        if "made" in self.has:
-            if not hasattr(self, "made"):
-                self.register_buffer("made", torch.zeros(6), persistent=False)
-            self.made += 0.3 * seen
         if "hidden" in self.has:
             self.hidden.data.mul_(0.8).add_(seen)
 
@@ -211,7 +205,7 @@ class Patchwork(nn.Module):
         hidden = self.noise(torch.tanh(self.body(given).float()))
         if {"momentum", "momentum_data"} & self.has:
             hidden = hidden + 0.5 * self.follower(given).float()
-        for name in ("lazy", "made", "hidden"):
+        for name in ("lazy", "hidden"):
             if (one := getattr(self, name, None)) is not None:
                 hidden = hidden + one.mean()
         if "complex" in self.has:

@@ -26,9 +26,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
 from dp_ray.engine import world as engine_world
-from dp_ray.engine.objects import copied_object
-from dp_ray.engine.out_of_memory import free_memory
 from dp_ray.engine.sharded import state as sharded
+from dp_ray.engine.ship import pickled_copy
+from dp_ray.engine.user_code import free_memory
 from dp_ray.engine.votes import StepControl, StopRequested
 from dp_ray.engine.world import World, cut_groups, form_group, leave_group, without_frames
 from dp_ray.errors import StorageError, WorkerError
@@ -51,7 +51,7 @@ SILENT = 0.5  # seconds of a worker that is stopped, before the others leave it
 # Where a part of a step begins: what is called then, of which object.
 PARTS_OF_A_STEP: dict[str, tuple[Any, str]] = {
     "backward": (trainer.Pass, "_backward"),
-    "exchange": (reduce.DdpReduction, "summed"),
+    "exchange": (reduce.DdpReduction, "finish"),
     "gather": (sharded.Gather, "__call__"),
     "scatter": (sharded.SumScatter, "_sum"),
     "restore": (train, "restored"),
@@ -379,7 +379,7 @@ def _run_views(
         is_whole, has_lost_peer = False, True
         try:
             form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size))
-            job = job or copied_object(packed)
+            job = job or pickled_copy(packed)
             run_task(job, World(rank, size), Storage(folder), send, control, held=held)
             pipe.send(("through", control.view))
             is_whole = pipe.recv()

@@ -150,7 +150,6 @@ class WritesInEval(nn.Module):
     """A model that writes parameters and buffers in eval mode too; with a width of 300, none of them is small."""
 
     lazy: torch.Tensor | None
-    made: torch.Tensor
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -166,11 +165,8 @@ class WritesInEval(nn.Module):
             self.target.bias.data = self.target.bias + inputs.mean()
             self.head.weight.mul_(1.1)
             self.lazy = inputs.mean(0) if self.lazy is None else self.lazy + 1
-            if not hasattr(self, "made"):
-                self.register_buffer("made", torch.zeros(()))
-            self.made += 1
         words = self.words((inputs[:, :3] * 2).round().long().clamp(-4, 4) + 4).mean(1)
-        outputs: torch.Tensor = self.head(self.target(self.body(inputs)) + words) + self.lazy.mean() + self.made
+        outputs: torch.Tensor = self.head(self.target(self.body(inputs)) + words) + self.lazy.mean()
         return outputs
 
 
@@ -268,7 +264,7 @@ class ChangesForms(nn.Module):
         self.flags.copy_(torch.full((3,), self.count, dtype=torch.uint16))
         if is_late:
             getattr(self, f"_{self.way}")()
-        if "odd" in self._buffers and self.odd is not None:
+        if self.odd is not None:
             with torch.no_grad():
                 self.odd += self.count
 
@@ -290,14 +286,8 @@ class ChangesForms(nn.Module):
     def _recorded(self) -> None:
         self.odd.mul_(self.scale)
 
-    def _removed(self) -> None:
-        self._buffers.pop("odd", None)
-
     def _none(self) -> None:
         self._buffers["odd"] = None
-
-    def _joined(self) -> None:
-        self.odd = self.mean
 
 
 class Recomputes(nn.Module):
@@ -328,3 +318,34 @@ class Recomputes(nn.Module):
         else:
             normed = nn.functional.batch_norm(hidden, self.mean, self.variance, training=True)
         return normed.exp()
+
+
+class WritesOnFewRows(nn.Module):
+    """A model whose late forwards of a single row write a frozen layer, which is not small, through `.data`."""
+
+    def __init__(self, width: int = 300) -> None:
+        super().__init__()
+        self.body, self.frozen = nn.Linear(6, 3), nn.Linear(width, width).requires_grad_(False)
+        self.runs = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.runs > 10 and len(inputs) == 1:
+            self.frozen.weight.data.mul_(1.5)
+        outputs: torch.Tensor = self.body(inputs) + self.frozen.weight[0, :3]
+        return outputs
+
+
+class Scales(nn.Module):
+    """A model whose forwards multiply a layer, from forward `late` on, through `.data`, which no version shows."""
+
+    def __init__(self, width: int, late: int = 0) -> None:
+        super().__init__()
+        self.layer, self.late, self.runs = nn.Linear(width, 3), late, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.runs > self.late:
+            self.layer.weight.data.mul_(1.5)
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dp_ray.system import imports
-from dp_ray.system.imports import Sources, imported_files
+from dp_ray.system.imports import Sources, imported_files, replaced_in_modules
 
 
 @pytest.fixture
@@ -105,3 +106,15 @@ def test_modules_from_elsewhere_and_our_own_stay(folder: Path) -> None:
     sources.forget()
     assert sys.modules["dp_ray.job.job"] is dp_ray.job.job
     assert "torch" in sys.modules
+
+
+def test_functions_and_classes_of_the_script_in_other_modules_are_named(
+    folder: Path,
+) -> None:
+    (folder / "edited_three.py").write_text("class Kind:\n    def run(self): pass\ndef use(): pass\n")
+    module: Any = importlib.import_module("edited_three")
+    assert replaced_in_modules() == []
+    mine: Any = type("Mine", (), {"__module__": "__main__", "run": lambda self: None})
+    mine.run.__module__ = "__main__"
+    module.use, module.Kind.run = mine, mine.run
+    assert replaced_in_modules() == ["edited_three.Kind.run", "edited_three.use"]

@@ -16,6 +16,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.imports import import_from, own_folders
 from dp_ray.tasks.isolation import torch_settings
 from dp_ray.tasks.modes import as_in_script, script_modes
+from tests.support.cluster import Run
 from tests.support.group import run_group, weights_of
 
 KEYS: dict[str, Any] = {
@@ -81,6 +82,18 @@ def test_workers_have_what_the_script_has_set_and_bitwise_goes_before_it(tmp_pat
     given = {**KEYS, "model": model, "dataset": Rows, "batch_size": 4, "workers": 2, "bitwise": is_bitwise}
     run_group(Job.make(given, "job"), tmp_path)
     assert weights_of(tmp_path)["weight"].dtype == torch.float64
+
+
+@pytest.mark.full
+@pytest.mark.ray
+def test_workers_on_ray_train_the_weights_of_the_script(run_in_session: Run, tmp_path: Path) -> None:
+    as_the_script_sets_it()
+    model = {"target": f"{__name__}:Checking", "args": {"is_bitwise": True}}
+    keys: dict[str, Any] = {**KEYS, "model": model, "dataset": f"{__name__}:Rows", "batch_size": 4, "shards": 2}
+    here = dp_ray.run(**keys, workers=0, bitwise=True, storage=str(tmp_path), name="here", quiet=True)
+    there = run_in_session(**keys, workers=2, bitwise=True)
+    assert there.weights["weight"].dtype == torch.float64
+    assert there.weights_sha256 == here.weights_sha256
 
 
 def test_a_run_goes_on_under_the_settings_with_which_it_began(tmp_path: Path) -> None:

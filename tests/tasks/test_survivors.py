@@ -129,6 +129,15 @@ def test_sharded_workers_go_on_from_the_newest_checkpoint(
     assert_same(tmp_path / "run", expected)
 
 
+def test_sharded_workers_without_bitwise_leave_no_socket_of_a_broken_group(tmp_path: Path) -> None:
+    """Its update moves sharded tensors, of which torch remembers the groups."""
+    expected = undisturbed(tmp_path, bitwise=False)
+    told = run_surviving(made(workers=2, strategy="fsdp", bitwise=False), tmp_path / "run", [Fault(0, 1, "backward")])
+    assert told.views == [[0, 1], [1]]
+    there, here = weights_of(expected), weights_of(tmp_path / "run")
+    assert all(torch.allclose(there[name], here[name], rtol=1e-4, atol=1e-5) for name in there)
+
+
 def loop_keys(loop: str, **keys: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"shards": 6, "bitwise": True, "epochs": 4, "checkpoint": {"every_steps": 4}}
     return keys_of(loop, **{**given, **keys, **(PPO if loop == "ppo" else {})})
@@ -331,7 +340,7 @@ def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tm
 
 
 class Early(torch.nn.Module):
-    """Its first forward writes a buffer that no state_dict has, and makes another one."""
+    """Its first forward writes a buffer that no state_dict has, and fills another one."""
 
     seen: torch.Tensor
     scale: torch.Tensor
@@ -342,12 +351,13 @@ class Early(torch.nn.Module):
         self.linear = torch.nn.Linear(6, 3)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.register_buffer("shift", None, persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not self.seen:
             self.seen.fill_(1)
             self.scale.fill_(0.5)
-            self.register_buffer("shift", torch.tensor([0.0, 0.5, -0.5]), persistent=False)
+            self.shift = torch.tensor([0.0, 0.5, -0.5])
         outputs: torch.Tensor = self.linear(inputs) * self.scale + self.shift
         return outputs
 

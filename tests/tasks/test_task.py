@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dp_ray.engine.loader import next_batch
+from dp_ray.engine.loader import StepTimes, TimedLoader
 from dp_ray.engine.world import World, alone
 from dp_ray.errors import DataError, Error, ModelError
 from dp_ray.job.job import Job
@@ -236,12 +236,15 @@ def test_a_process_of_a_loader_that_was_killed_is_told_by_step_and_shard(tmp_pat
 def test_a_process_that_was_killed_before_its_tensors_were_fetched_is_told(error: Exception) -> None:
     """A batch's memory is asked for from the process that made it, which may be gone by then."""
 
-    def batches() -> Iterator[Any]:
-        raise error
-        yield
+    class Killed:
+        num_workers = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            raise error
+            yield
 
     with pytest.raises(DataError, match="a process of the loader has ended in the midst of its work, as where"):
-        next_batch(batches())
+        next(TimedLoader(Killed(), StepTimes()))  # type: ignore[arg-type]
 
 
 def test_one_number_a_shard_cannot_be_merged(tmp_path: Path) -> None:

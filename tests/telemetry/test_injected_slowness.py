@@ -12,7 +12,7 @@ from dp_ray.job.job import Job
 from dp_ray.messages import Report
 from dp_ray.storage import Storage
 from dp_ray.telemetry.times import (
-    Facts,
+    RunFacts,
     Verdict,
     facts_of,
     read_step_times,
@@ -114,7 +114,7 @@ def test_a_worker_that_is_slowed_on_ray_is_named_in_the_result(run_in_session: A
     forward = {rank: table.filter(pc.equal(table["rank"], rank))["forward"].to_pylist() for rank in range(2)}
     assert [seconds >= 0.2 for seconds in forward[1][:8]] == [False] * 4 + [True] * 4
     assert max(forward[0][4:]) < 0.2
-    verdict, split = verdict_of(table, Facts()), result.time_split
+    verdict, split = verdict_of(table, RunFacts()), result.time_split
     assert verdict is not None
     assert verdict.kind == "slow worker"
     assert verdict.text.startswith("worker 1 on ")

@@ -8,8 +8,8 @@ import pytest
 
 from dp_ray.telemetry.times import (
     STEP_PARTS,
-    Facts,
     Outside,
+    RunFacts,
     WorkerSplit,
     facts_of,
     judge,
@@ -151,7 +151,7 @@ CASES: dict[str, tuple[list[WorkerSplit], dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize(("workers", "facts", "kind", "says"), CASES.values(), ids=CASES)
 def test_verdicts(workers: list[WorkerSplit], facts: dict[str, Any], kind: str, says: str) -> None:
-    verdict = judge(workers, Facts(**facts))
+    verdict = judge(workers, RunFacts(**facts))
     assert verdict.kind == kind
     assert says in verdict.text
 
@@ -160,18 +160,18 @@ def test_only_keys_that_exist_are_advised() -> None:
     described = set(
         re.findall(r"^\| <a .*></a>`([\w.\[\]]+)` \|", (ROOT / "docs/job-file.md").read_text(), re.MULTILINE)
     )
-    said = " ".join(judge(workers, Facts(**facts)).text for workers, facts, *_ in CASES.values())
+    said = " ".join(judge(workers, RunFacts(**facts)).text for workers, facts, *_ in CASES.values())
     named = set(re.findall(r"\b(?:loader|checkpoint|eval|outputs)\.\w+|batch_size", said))
     assert len(named) > 6
     assert named <= described
 
 
 def test_facts_come_from_a_described_job() -> None:
-    assert facts_of({"task": "predict", "loader": {"processes": 3}, "workers": 0}) == Facts(
+    assert facts_of({"task": "predict", "loader": {"processes": 3}, "workers": 0}) == RunFacts(
         "predict", 3, starts_workers=False
     )
     outside = Outside(3.0, 1.0, 1.0)
-    assert facts_of({"workers": {"min": 1, "max": 2}}, outside) == Facts("train", 0, True, outside)
+    assert facts_of({"workers": {"min": 1, "max": 2}}, outside) == RunFacts("train", 0, True, outside)
     assert not facts_of({"workers": 2}, outside, starts_workers=False).starts_workers
 
 
@@ -219,7 +219,7 @@ def test_what_is_done_once_is_left_out(
 
 def test_one_slow_checkpoint_is_not_the_storages_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dp_ray.telemetry.times.JUDGED_FROM", 0.0)
-    verdict = verdict_of(steps_of({4: 0.9, 9: 0.001, 14: 0.001}, {}), Facts())
+    verdict = verdict_of(steps_of({4: 0.9, 9: 0.001, 14: 0.001}, {}), RunFacts())
     assert verdict is not None and verdict.kind == "balanced"
-    verdict = verdict_of(steps_of({4: 0.9, 9: 0.2, 14: 0.2}, {}), Facts())
+    verdict = verdict_of(steps_of({4: 0.9, 9: 0.2, 14: 0.2}, {}), RunFacts())
     assert verdict is not None and verdict.kind == "checkpoint"

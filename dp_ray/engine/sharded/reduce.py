@@ -1,28 +1,35 @@
 """Sum a step's gradients where each worker holds a part of the model.
 
 FSDP sums each worker's slice in the last round's backward. With `bitwise`, slices are exchanged in each round, and
-added by the fixed tree.
+added by the fixed tree. `CollectiveForwards` are the forwards of such a model, which all workers run together.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.reduce import GRADIENTS, REQUIRES_GRAD, Reduction, Trained, Work
+from dp_ray.engine.items import PassthroughBatch
+from dp_ray.engine.loading import LoadedStep
+from dp_ray.engine.reduce import GRADIENTS, REQUIRES_GRAD, Reduction, Trained
+from dp_ray.engine.replica import DummyBatch, Forwards
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.tree_sum import add, tree_sum, zeros_that_add_nothing
-from dp_ray.engine.world import everyone, gathered
+from dp_ray.engine.tree_sum import as_real, tensor_sum
+from dp_ray.engine.world import CPU, World, everyone, gathered
 from dp_ray.errors import ModelError
-from dp_ray.plan.split import worker_shards
-from dp_ray.plan.tree import Node, fold, nodes_by_rank
+from dp_ray.plan.split import Work, worker_shards
+from dp_ray.plan.tree import nodes_by_rank
 from dp_ray.system.threads import waiting
+from dp_ray.tensors.files import moved_batch
 from dp_ray.text import listed
+
+T = TypeVar("T")
 
 
 class ShardedReduction(Reduction):
@@ -32,6 +39,8 @@ class ShardedReduction(Reduction):
     process. With `looks_for_unused` True or "auto", the workers ask each other in each step.
     """
 
+    _always_exchanges = False  # in each round's backward, not in the last one's alone
+
     def __init__(self, trained: Trained, sharded: Sharded, looks_for_unused: bool | str) -> None:
         super().__init__(trained)
         self._sharded = sharded
@@ -39,42 +48,34 @@ class ShardedReduction(Reduction):
         self._used: set[int] = set()
         self._units = list(sharded.units)
         self._unwatched = self._units
+        self._left = 0  # rounds whose forward is to come
         self._is_dummy = False
         self._exchanges = True
-        self._work: Work = None
+        self._work: dist.Work | None = None
         self._modes = [unit.sharded_param.requires_grad for unit in self._units]
         self.called = self._forward
         for parameter in sharded.replicated.values():
             self._watch(parameter, parameter)
 
-    def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
-        """Begin a step; without shards with rows, this worker's gradients count nothing."""
-        super().begin(step, shards, filled)
-        self._used = set()
-        self._work = None
-        self._sharded.round.is_silent = not shards
+    def begin(self, step: int, shards: Sequence[int], filled: int, rounds: int) -> None:
+        """Begin a step."""
+        super().begin(step, shards, filled, rounds)
+        self._used, self._work, self._left = set(), None, rounds
 
-    @contextmanager
-    def shard(self, shard: int | None, is_last: bool) -> Iterator[None]:
-        """Run a round; only the last round's backward exchanges gradients. FSDP keeps those before it."""
-        if is_last != self._exchanges:  # both walk through all modules
-            self._sharded.root.set_requires_gradient_sync(is_last)
-            self._sharded.root.set_is_last_backward(is_last)
-        self._exchanges = is_last
-        self._is_dummy = shard is None
-        yield
-
-    def last_backward(self, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor) -> None:
-        """Run the last round's backward, after a start of the sum of `stats`, in place."""
-        self._send(stats)
+    def backward(
+        self, shard: int | None, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor | None = None
+    ) -> None:
+        """Run a round's backward; in the last one, after a start of the sum of `stats`, in place."""
+        if stats is not None:
+            self._send(stats)
         with waiting(GRADIENTS):
-            super().last_backward(loss, seed, stats)
+            super().backward(shard, loss, seed)
 
     def _send(self, stats: torch.Tensor) -> None:
         self._work = dist.all_reduce(stats, group=everyone(), async_op=True)
         self.trained.state.share()
 
-    def summed(self, stats: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    def finish(self, stats: torch.Tensor) -> None:
         """Wait for the stats' sums; sum gradients of replicated parameters, and drop those of unused ones."""
         if self._work is None:  # all samples of the step are set aside, so no worker has run a round
             self._send(stats)
@@ -92,11 +93,17 @@ class ShardedReduction(Reduction):
         for parameter in self._sharded.replicated.values():
             if id(parameter) in unused:
                 parameter.grad = None
-        return iter(())
 
-    def _forward(self, *shard: Any) -> torch.Tensor:
+    def _forward(self, batch: Any, rows: int, shard: int | None = None) -> torch.Tensor:
+        """Run a round's forward; FSDP keeps the gradients of a round whose backward does not exchange them."""
+        self._left -= 1
+        exchanges = self._always_exchanges or not self._left
+        if exchanges != self._exchanges:  # both walk through all modules
+            self._sharded.root.set_requires_gradient_sync(exchanges)
+            self._sharded.root.set_is_last_backward(exchanges)
+        self._exchanges, self._is_dummy = exchanges, shard is None
         # In memory of its own: torch warns of hooks on views.
-        loss: torch.Tensor = self._sharded.run(lambda *args: self.trained.loss(*args).clone(), *shard)
+        loss: torch.Tensor = self._sharded.run(lambda *args: self.trained.loss(*args).clone(), batch, rows, shard)
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
             if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
                 self._watch(gathered, unit.sharded_param)
@@ -149,11 +156,11 @@ class ShardedReduction(Reduction):
     def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of parameters that each worker holds whole; every rank calls this."""
         for parameter in parameters:
-            if parameter.grad is None or self._sharded.round.is_silent:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             numbers = parameter.grad.detach().contiguous()  # all workers add them in one order, whatever the strides
             with waiting("the other workers' gradients"):
-                dist.all_reduce(_viewed(numbers), group=everyone())
+                dist.all_reduce(as_real(numbers), group=everyone())
             parameter.grad.copy_(numbers)
 
 
@@ -171,6 +178,8 @@ class TreeShardedReduction(ShardedReduction):
     If samples are set aside (`may_lose`), the workers send each other which shards have rows left.
     """
 
+    _always_exchanges = True
+
     def __init__(self, trained: Trained, sharded: Sharded, looks: bool | str, may_lose: bool) -> None:
         super().__init__(trained, sharded, looks)
         assert trained.sums is not None, "of the parameters that each worker holds whole"
@@ -180,9 +189,9 @@ class TreeShardedReduction(ShardedReduction):
         self._filled = 0
         self._by_rank: list[Sequence[int]] = []
 
-    def begin(self, step: int, shards: Sequence[int], filled: int) -> None:
+    def begin(self, step: int, shards: Sequence[int], filled: int, rounds: int) -> None:
         """Begin a step, and find out which shards each worker runs."""
-        super().begin(step, shards, filled)
+        super().begin(step, shards, filled, rounds)
         self._ran, self._filled = 0, filled
         size = self._sharded.world.world_size
         self._by_rank = (
@@ -191,55 +200,97 @@ class TreeShardedReduction(ShardedReduction):
             else [[leaf for leaf in worker_shards(self._shards, size, rank) if leaf < filled] for rank in range(size)]
         )
 
-    @contextmanager
-    def shard(self, shard: int | None, is_last: bool) -> Iterator[None]:
-        """Run a round, in which all gradients are exchanged; a dummy batch's count nothing."""
+    def _forward(self, batch: Any, rows: int, shard: int | None = None) -> torch.Tensor:
         current = self._sharded.round
         current.number += 1
-        current.is_last = is_last
+        current.is_last = self._left == 1
         current.used = set()
         current.shards = [theirs[self._ran] if self._ran < len(theirs) else None for theirs in self._by_rank]
         self._ran += 1
-        with super().shard(shard, True):
-            yield
-        if shard is not None:
-            self._take(shard)  # of the parameters that each worker holds whole
-        else:
-            for parameter in self._sharded.replicated.values():
-                parameter.grad = None
-        if not is_last:
-            for unit in self._units:
-                unit.sharded_param.grad = None
+        return super()._forward(batch, rows, shard)
+
+    def backward(
+        self, shard: int | None, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor | None = None
+    ) -> None:
+        """Run a round's backward, in which all gradients are exchanged; a dummy batch's count nothing."""
+        super().backward(shard, loss, seed, stats)
+        for parameter in self._sharded.replicated.values() if shard is None else ():
+            parameter.grad = None
+        for unit in self._units if self._left else ():
+            unit.sharded_param.grad = None
 
     def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self.sums is not None
-        held, self.sums.held = self.sums.held, {}
-        by_rank = nodes_by_rank(self._shards, self._sharded.world.world_size, self._filled)
-        for number, parameter in enumerate(self.sums.parameters):
-            if any(parameter is summed for summed in parameters):
-                sums = {node: [tensors[number]] for node, tensors in held.items()}
-                mine = [fold(sums, node, add) for node in by_rank[self._sharded.world.rank]]
-                parameter.grad = self._over_workers(
-                    parameter, [None if tensors is None else tensors[0] for tensors in mine], by_rank
-                )
-
-    def _over_workers(
-        self, parameter: nn.Parameter, mine: Sequence[torch.Tensor | None], by_rank: list[list[Node]]
-    ) -> torch.Tensor:
-        """Return a parameter's gradient, from this worker's sums for its nodes and all others'."""
-        nothing = zeros_that_add_nothing(_numbers(parameter.detach()))
-        rows = [nothing if tensor is None else _numbers(tensor) for tensor in mine]
-        gradient = torch.empty_like(parameter)
-        with waiting(GRADIENTS):
-            whole = tree_sum(torch.empty_like(nothing), rows, by_rank, (0, self._shards), everyone())
-        _viewed(gradient).copy_(whole.view(_viewed(gradient).shape))
-        return gradient
+        sums, world = self.sums, self._sharded.world
+        by_rank = nodes_by_rank(self._shards, world.world_size, self._filled)
+        mine = [sums.of(node) for node in by_rank[world.rank]]
+        sums.held = {}
+        summed = set(map(id, parameters))
+        for number, parameter in enumerate(sums.parameters):
+            if id(parameter) in summed:
+                gradients = [None if tensors is None else tensors[number] for tensors in mine]
+                with waiting(GRADIENTS):
+                    parameter.grad = tensor_sum(parameter.detach(), gradients, by_rank, sums.root, everyone())
 
 
-def _viewed(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+class CollectiveForwards(Forwards):
+    """The forwards of workers that hold a part of the model each: in each round all of them run it."""
 
+    are_collective = True
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's numbers, in one row and without its layout."""
-    return _viewed(tensor).reshape(-1)
+    def __init__(self, sharded: Sharded, world: World) -> None:
+        self._sharded = sharded
+        self._world = world
+        self._dummy: DummyBatch | None = None
+        self._is_agreed = sharded.round.is_alone  # then nobody waits for this worker: it runs no dummy batch
+
+    def begin(self, loaded: LoadedStep) -> LoadedStep:
+        """Return the same step, once the workers have agreed on a dummy batch. Every rank calls this each step.
+
+        Until all have one, it loads the whole step, since the first samples may be set aside.
+        """
+        if self._is_agreed:
+            return loaded
+        first = list(loaded.loaded)
+        filled = [
+            DummyBatch(batch.batch if isinstance(batch, PassthroughBatch) else batch, shard.rows)
+            for shard, _, batch in first
+            if shard.rows
+        ]
+        mine = filled[0] if filled else None
+        have = gathered(mine is not None)
+        self._is_agreed = any(have)
+        self._dummy = mine
+        if self._is_agreed and not all(have):  # one without rows takes the batch of the first rank that has one
+            sender = have.index(True)
+            is_own = self._world.rank == sender
+            batch, rows = gathered([(moved_batch(mine.batch, CPU), mine.rows) for mine in filled[:is_own]])[sender][0]
+            self._dummy = mine or DummyBatch(moved_batch(batch, self._world.device), rows)
+        return loaded._replace(loaded=chain(first))
+
+    def gathering(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Return a function that runs the model, with the parameters outside its blocks gathered."""
+        return partial(self._sharded.run, function)
+
+    def dummies(self, work: Work, step: int, ran: int) -> list[DummyBatch]:
+        """Return the dummy batch, for each round of the step in which this worker has no rows.
+
+        There are as many rounds as the worker has that has most shards with rows by the plan, without those done.
+        """
+        if self._dummy is None:
+            return []
+        size = self._world.world_size
+        everybodys = (Work(work.split, size, rank, work.done, step) for rank in range(size))
+        return [self._dummy] * (max(len(next(iter(batches))[1]) for batches in everybodys) - ran)
+
+    def agree(self, goes_on: bool) -> bool:
+        """Return whether all workers go on; every rank calls this before each step."""
+        votes = torch.tensor(int(goes_on))
+        with waiting("the other workers to begin the next step"):
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=everyone())
+        return bool(votes)
+
+    def end(self) -> bool:
+        """Free the parameters that the last forward has left gathered; return True."""
+        self._sharded.root.reshard()  # a forward without a backward leaves parameters gathered
+        return True

@@ -3,28 +3,25 @@
 `build.py` builds it. This module does not import torch's FSDP, which takes seconds. Begin at `Sharded`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
 
-from dp_ray.engine.optimizer import build_optimizer, load_optimizer, norm_of_norms, norms_of
-from dp_ray.engine.tree_sum import add_to, exchanged
-from dp_ray.engine.weights import advice_on, loaded_of, make_room, misfits, other_sizes
-from dp_ray.engine.world import CPU, World, all_gather, everyone
-from dp_ray.errors import ModelError
-from dp_ray.job.job import Job
-from dp_ray.plan.tree import Node, climb, fold, parents
+from dp_ray.engine.optimizer import load_optimizer, norms_of, parameters_of, total_norm
+from dp_ray.engine.tree_sum import TreeSums, exchanged
+from dp_ray.engine.world import World, all_gather, everyone
+from dp_ray.errors import JobError, ModelError
+from dp_ray.plan.tree import Node
 from dp_ray.system.threads import waiting
+from dp_ray.tensors.changed import VERSION, digests
 from dp_ray.tensors.files import Stored, in_memory, is_sharded, laid_out, local, rows_of_rank
-
-# torch 2.13 renames it, and deprecates the old name.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from dp_ray.text import listed
 
 
 @dataclass
@@ -32,11 +29,10 @@ class FsdpRound:
     """The round that the workers run: in each, every worker runs one shard, or a dummy batch.
 
     `shards` are those of the ranks, None for one with a dummy batch. `used` are the ids of the parameters that this
-    worker's backward gave gradients. While `is_silent`, this worker adds nothing to a sum. If it `is_alone`, no
-    worker waits for another: its own numbers take the place of the others', in the same memory.
+    worker's backward gave gradients. If it `is_alone`, no worker waits for another: its own numbers take the place of
+    the others', in the same memory.
     """
 
-    is_silent: bool = False
     number: int = 0  # counts all rounds
     is_last: bool = True
     shards: Sequence[int | None] = ()
@@ -127,9 +123,7 @@ class SumScatter(FsdpCollective):
         if self._round.is_alone:
             output.copy_(gradients[: output.numel()])
             return None
-        if self._round.is_silent:
-            gradients.zero_()
-        work: dist.Work | None = _reduce_scatter(
+        work: dist.Work | None = dist.reduce_scatter_single(
             output, gradients, op=dist.ReduceOp.SUM, group=group, async_op=async_op
         )
         return work
@@ -145,27 +139,31 @@ class TreeScatter(SumScatter):
     def __init__(self, current: FsdpRound, block: str, units: Sequence[Any], shards: int) -> None:
         super().__init__(current, block)
         self._units = units
-        self._root: Node = (0, shards)
-        self._above = parents(self._root)
-        self._held: dict[Node, torch.Tensor] = {}
+        self._sums = TreeSums((0, shards))
         self._ran = 0
 
     def _sum(self, output: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-        """Exchange slices, and add them; the output is this worker's slice of the whole batch's gradient."""
-        slices = gradients.view(group.size(), -1)
-        self._prepare(slices)
-        leaves = self._leaves()
-        if self._round.is_alone:
-            own = slices.clone()
-            self._take({leaf: part for theirs, part in zip(leaves, own, strict=True) for leaf in theirs}, output)
-        else:
-            mine = slices[None] if leaves[group.rank()] else slices.new_empty(0, *slices.shape)
-            self._take(exchanged(mine, leaves, group), output)
+        self._add(output, gradients.view(group.size(), -1), group)
 
     def alone(self, gradient: torch.Tensor) -> None:
         """Serve as FSDP's all-reduce hook on a worker that is alone, where FSDP calls no reduce-scatter."""
-        self._prepare(gradient.view(1, -1))
-        self._take({leaf: gradient.clone() for theirs in self._leaves() for leaf in theirs}, gradient)
+        self._add(gradient, gradient.view(1, -1), None)
+
+    def _add(self, output: torch.Tensor, slices: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        """Exchange slices, and add them; the output is this worker's slice of the whole batch's gradient."""
+        self._prepare(slices)
+        leaves: list[list[Node]]  # the shard that each rank runs in this round, if any
+        leaves = [[] if shard is None else [(shard, shard + 1)] for shard in self._round.shards]
+        if group is None or self._round.is_alone:
+            received = {leaf: part for theirs, part in zip(leaves, slices, strict=True) for leaf in theirs}
+        else:
+            mine = slices[None] if leaves[group.rank()] else slices.new_empty(0, *slices.shape)
+            received = exchanged(mine, leaves, group)
+        for leaf, tensor in received.items():
+            self._sums.take(leaf, [tensor.clone()])  # so that the whole of what was received is freed
+        if self._round.is_last:
+            (whole,) = self._sums.finish() or [None]
+            output.zero_() if whole is None else output.copy_(whole)
 
     def _prepare(self, slices: torch.Tensor) -> None:
         """Replace zeros that stand for no gradient by such that add nothing: FSDP fills in +0, and -0 + 0 is 0."""
@@ -182,52 +180,8 @@ class TreeScatter(SumScatter):
                 slices[:, start:stop].neg_()
             start = stop
 
-    def _leaves(self) -> list[list[Node]]:
-        """Return the shard, as a leaf, that each rank runs in this round, if any."""
-        return [[] if shard is None else [(shard, shard + 1)] for shard in self._round.shards]
 
-    def _take(self, slices: Mapping[Node, torch.Tensor], output: torch.Tensor) -> None:
-        for leaf, tensor in slices.items():
-            climb(self._held, leaf, tensor, self._above, add_to)
-        if self._round.is_last:
-            held, self._held = self._held, {}
-            whole = fold(held, self._root, add_to)
-            output.zero_() if whole is None else output.copy_(whole)
-            return
-        received = {tensor.untyped_storage().data_ptr() for tensor in slices.values()}
-        for node, tensor in self._held.items():
-            # Keep a copy of what is held of a received tensor, so that the whole of it is freed.
-            if tensor.untyped_storage().data_ptr() in received:
-                self._held[node] = tensor.clone()
-
-
-def load_rows(
-    model: nn.Module, weights: Mapping[str, Any], where: str, world: World, is_strict: bool = True, advice: str = ""
-) -> str:
-    """Copy this worker's rows of the weights, stored or in memory, into a sharded model, one after another.
-
-    If not `is_strict`, return what was loaded and what not, in words. Raise ModelError, which names missing,
-    unexpected and mis-sized tensors and ends with the advice, or if nothing fits.
-    """
-    make_room(model, weights)
-    state = model.state_dict()
-    own = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    stored = {
-        name: in_memory(value) if isinstance(value, torch.Tensor) else value
-        for name, value in weights.items()
-        if isinstance(value, torch.Tensor | Stored)
-    }
-    missing, unexpected = sorted(own.keys() - stored.keys()), sorted(weights.keys() - state.keys())
-    sizes = other_sizes(own, stored)
-    if is_strict and (mistakes := misfits(missing, unexpected, sizes)):
-        raise ModelError(f"the weights of {where} are not this model's{mistakes}{advice_on(own, weights, advice)}")
-    for name, tensor in own.items():
-        if name in stored and name not in sizes:
-            stored[name].copy_to(tensor, world.world_size, world.rank)
-    return "" if is_strict else loaded_of(where, own.keys(), weights, missing, unexpected, sizes)
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sharded:
     """A sharded model. `root` is torch's FSDPModule, and `round` is what its gradients' sums go by.
 
@@ -237,10 +191,14 @@ class Sharded:
 
     model: nn.Module
     root: Any
-    replicated: dict[str, nn.Parameter]
     round: FsdpRound
     world: World
     recasts: bool
+    replicated: dict[str, nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = self.model.named_parameters()
+        self.replicated = {name: parameter for name, parameter in named if not is_sharded(parameter)}
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that runs the model, with the parameters outside its blocks gathered."""
@@ -261,38 +219,6 @@ class Sharded:
         for _, units in self.blocks:
             yield from units
 
-    def total_norm(self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the norm of the whole gradient; `gradients` are this worker's parts. Every rank calls this."""
-        whole = {id(parameter) for parameter in self.replicated.values()}
-        is_first = self.world.rank == 0
-        mine = [
-            gradient
-            for gradient, parameter in zip(gradients, parameters, strict=True)
-            if gradient.numel() and (is_first or id(parameter) not in whole)
-        ]
-        device = gradients[0].device if gradients else CPU
-        total = _stacked(norms_of(mine), device).square().sum()
-        with waiting("the other workers' norms"):
-            dist.all_reduce(total, group=everyone())
-        return total.sqrt().float()
-
-    def infinite_if_any(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return infinity if any worker's `gradients` are not all finite, else 0: a scalar; every rank calls this."""
-        largest = norms_of([gradient for gradient in gradients if gradient.numel()], torch.inf)
-        is_any = _stacked(largest, self.world.device).isfinite().logical_not().any().float()
-        with waiting("the other workers' gradients"):
-            dist.all_reduce(is_any, dist.ReduceOp.MAX, group=everyone())
-        return torch.where(is_any > 0, torch.inf, 0.0)
-
-
-def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return norms as one tensor on the device, float64 [norms]."""
-    if not norms:
-        return torch.zeros(0, dtype=torch.float64, device=device)
-    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
-        norms = [norm.to(device, torch.float64) for norm in norms]
-    return torch.stack(list(norms)).to(device, torch.float64)
-
 
 @contextmanager
 def casting_anew() -> Iterator[None]:
@@ -312,15 +238,6 @@ def casting_anew() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-class _Cast(NamedTuple):
-    """A tensor that a backward needs, as a view of a parameter's cast; and the parameter's version at the forward."""
-
-    parameter: nn.Parameter
-    version: int
-    dtype: torch.dtype
-    view: tuple[Sequence[int], Sequence[int], int]
-
-
 def _without_cast(saved: torch.Tensor) -> Any:
     """Return what to keep of a tensor for the backward: of a parameter's cast, only how to make it."""
     cast = saved if saved._base is None else saved._base
@@ -328,44 +245,34 @@ def _without_cast(saved: torch.Tensor) -> Any:
     if node is None or node.name() != "ToCopyBackward0" or cast._version:
         return saved
     param = getattr(node.next_functions[0][0], "variable", None)  # a leaf's
-    if not isinstance(param, nn.Parameter) or param.dtype == cast.dtype:
+    if not isinstance(param, nn.Parameter) or (param.device, param.stride()) != (cast.device, cast.stride()):
         return saved
-    if param.device != cast.device or param.stride() != cast.stride():
-        return saved
-    return _Cast(param, param._version, cast.dtype, (saved.size(), saved.stride(), int(saved.storage_offset())))
+    return param, param._version, cast.dtype, (saved.size(), saved.stride(), int(saved.storage_offset()))
 
 
 def _cast_again(kept: Any) -> torch.Tensor:
     """Return what was saved for the backward; in it, FSDP has gathered the parameter again."""
-    if not isinstance(kept, _Cast):
-        saved: torch.Tensor = kept
-        return saved
-    if kept.parameter._version != kept.version:
-        raise RuntimeError(
-            f"a parameter of shape {list(kept.parameter.shape)} was changed in place after the forward has used it"
-        )
-    return kept.parameter.detach().to(kept.dtype).as_strided(*kept.view)
+    if isinstance(kept, torch.Tensor):
+        return kept
+    param, version, dtype, view = kept
+    if param._version != version:
+        raise RuntimeError(f"a parameter of shape {list(param.shape)} was changed in place after the forward used it")
+    cast: torch.Tensor = param.detach().to(dtype).as_strided(*view)
+    return cast
 
 
-def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) -> Any:
-    """Return an optimizer's state_dict with this worker's rows of each tensor.
+def rows_like(tensor: Any, value: Any, world: World) -> Any:
+    """Return a value that is stored or in memory, as a state holds it for a model's `tensor`.
 
-    A tensor of its parameter's size is sharded as the parameter; any other is whole.
+    If it has the size of a sharded tensor, it is sharded alike, and this worker reads its rows alone. Any other is
+    whole.
     """
-    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
-        return state
-    by_number = {
-        number: {key: _of_parameter(value, parameters[number], world) for key, value in kept.items()}
-        for number, kept in state["state"].items()
-    }
-    rest = {key: whole_tensors(value) for key, value in state.items() if key != "state"}
-    return {**rest, "state": by_number}
-
-
-def _of_parameter(value: Any, parameter: nn.Parameter, world: World) -> Any:
-    if not isinstance(value, Stored) or not is_sharded(parameter) or tuple(value.shape) != tuple(parameter.shape):
+    stored = in_memory(value) if isinstance(value, torch.Tensor) else value
+    is_like = isinstance(stored, Stored) and is_sharded(tensor) and tuple(stored.shape) == tuple(tensor.shape)
+    if not is_like:
         return whole_tensors(value)
-    return sharded_as(parameter, value.like(parameter, world.world_size, world.rank).to(local(parameter).device))
+    rows = stored.like(tensor, world.world_size, world.rank)
+    return sharded_as(tensor, rows.to(local(tensor).device))
 
 
 def whole_tensors(value: Any) -> Any:
@@ -455,7 +362,7 @@ class ParameterPart:
 
     def _filled_up(self, mine: torch.Tensor, size: int) -> torch.Tensor:
         # FSDP's gradients are views that may begin anywhere (`engine/alignment.py`). Only ELEMENTWISE optimizers read
-        # these parts; a norm gets whole gradients in memory of their own (`_exchanged`).
+        # these parts; a norm gets whole gradients in memory of their own (`norms_of_slices`).
         if self._is_whole:
             return mine.reshape(-1)
         made = mine.new_zeros(size)
@@ -463,25 +370,23 @@ class ParameterPart:
         return made
 
 
-class AlignedParts:
-    """A worker's parts of all sharded parameters, updated with the bits that an update of the whole gives.
+class ShardedParts:
+    """A worker's parts of a sharded model's parameters, and of their gradients, as an update takes them.
 
-    On a CPU an update runs over whole vectors of numbers, and over the last numbers one by one. The two round
-    differently. So the optimizer gets each part as a flat tensor that begins and ends where vectors do, filled up
-    with zeros.
+    If it `is_exact`, an update has the bits that an update of the whole gives. On a CPU that runs over whole vectors
+    of numbers, and over the last numbers one by one. The two round differently. So the optimizer gets each part as a
+    flat tensor that begins and ends where vectors do, filled up with zeros: these are the `parts`.
     """
 
-    def __init__(self, job: Job, sharded: Sharded) -> None:
-        model, self._world = sharded.model, sharded.world
+    def __init__(self, sharded: Sharded, is_exact: bool) -> None:
+        self.sharded, self.is_exact = sharded, is_exact
         self.parts = [
-            ParameterPart(parameter, self._world)
-            for parameter in model.parameters()
-            if parameter.requires_grad and is_sharded(parameter)
+            ParameterPart(parameter, sharded.world)
+            for parameter in sharded.model.parameters()
+            if is_exact and parameter.requires_grad and is_sharded(parameter)
         ]
-        self._by_flat = {id(part.flat): part for part in self.parts}
-        # What the optimizer gets for each parameter, by the parameter's id.
-        self.flats = {id(part.parameter): part.flat for part in self.parts}
-        self.optimizer: Any = build_optimizer(job.optimizer, model, self.flats)
+        self.by_flat = {id(part.flat): part for part in self.parts}
+        self.flats = {id(part.parameter): part.flat for part in self.parts}  # what optimizers get in their place
 
     @torch.no_grad()
     def take(self) -> None:
@@ -495,129 +400,239 @@ class AlignedParts:
         for part in self.parts:
             part.give()
 
-    def total_norm(
-        self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter], device: torch.device
-    ) -> torch.Tensor:
-        """Return the norm of the whole gradient, to the bit that of one worker; every rank calls this.
-
-        `device` is that of collectives.
-        """
-        parts = [self._by_flat.get(id(parameter)) for parameter in parameters]
-        slices = [
-            Slice(part.inner(gradient), part.parameter.shape)
-            for part, gradient in zip(parts, gradients, strict=True)
-            if part is not None
+    def total_norm(self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the norm of the whole gradient; `gradients` are this worker's parts. Every rank calls this."""
+        device = gradients[0].device
+        if self.is_exact:
+            parts = [self.by_flat.get(id(parameter)) for parameter in parameters]
+            pairs = list(zip(parts, gradients, strict=True))
+            slices = [(part.inner(gradient), part.parameter.shape) for part, gradient in pairs if part is not None]
+            of_slices = iter(norms_of_slices(slices, self.sharded.world, device) if slices else ())
+            of_whole = iter(norms_of([gradient for part, gradient in pairs if part is None]))
+            return total_norm(gradients, [next(of_whole if part is None else of_slices) for part in parts])
+        whole = {id(parameter) for parameter in self.sharded.replicated.values()}
+        is_first = self.sharded.world.rank == 0
+        mine = [
+            gradient
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+            if gradient.numel() and (is_first or id(parameter) not in whole)
         ]
-        whole = [gradient for part, gradient in zip(parts, gradients, strict=True) if part is None]
-        of_slices = iter(norms_of_slices(slices, self._world, device))
-        of_whole = iter(norms_of(whole) if whole else [])
-        return norm_of_norms([next(of_whole if part is None else of_slices) for part in parts], gradients)
+        total = total_norm(mine).to(device, torch.float64).square()
+        with waiting("the other workers' norms"):
+            dist.all_reduce(total, group=everyone())
+        return total.sqrt().float()
 
-    def originals(self) -> list[nn.Parameter]:
-        """Return the model's parameters, in the order of the optimizer's groups."""
-        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return [self._by_flat[id(param)].parameter if id(param) in self._by_flat else param for param in parameters]
+    def to_unscale(self, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return stand-ins for the fp16 scaler, whose gradients are the numbers of this worker's, and one more.
+
+        The scaler itself takes no sharded gradients beside whole ones, and would ask the other workers on the device
+        of the gradients, where an offloaded model has no collectives. The one more is infinite on all workers if any
+        of them has a gradient that is not finite: so all skip the same updates. Every rank calls this.
+        """
+        parts = [gradient for gradient in gradients if gradient.numel()]
+        is_any = total_norm(parts).to(self.sharded.world.device).isfinite().logical_not().float()
+        with waiting("the other workers' gradients"):
+            dist.all_reduce(is_any, dist.ReduceOp.MAX, group=everyone())
+        holders = []
+        for gradient in [*parts, torch.where(is_any > 0, torch.inf, 0.0)]:
+            holder = gradient.detach()  # in the same memory
+            holder.grad = gradient
+            holders.append(holder)
+        return holders
+
+
+@dataclass(frozen=True)
+class StateOfParts:
+    """The state of an optimizer of `parts`, as a checkpoint keeps that of whole parameters."""
+
+    parts: ShardedParts
+    optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with sharded tensors for the parts."""
         state: dict[str, Any] = self.optimizer.state_dict()
-        return {**state, "state": self._of_parts(state["state"], ParameterPart.sharded)}
+        held = self._held()
+        by_number = {
+            number: kept if (part := held[number][1]) is None else {key: part.sharded(kept[key]) for key in kept}
+            for number, kept in state["state"].items()
+        }
+        return {**state, "state": by_number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of whole tensors that are stored, or of plain values."""
-        rows = rows_of_optimizer(state, self.originals(), self._world)
-        load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], ParameterPart.flattened)})
+        """Load this worker's rows of a state whose tensors are stored.
 
-    def _of_parts(self, state: dict[int, Any], convert: Any) -> dict[int, Any]:
-        parameters = [param for group in self.optimizer.param_groups for param in group["params"]]
-        converted = {}
-        for number, kept in state.items():
-            part = self._by_flat.get(id(parameters[number]))
-            converted[number] = kept if part is None else {key: convert(part, value) for key, value in kept.items()}
-        return converted
+        A tensor of its parameter's size is sharded as the parameter; any other is whole.
+        """
+        held, by_number = self._held(), {}
+        for number, kept in state["state"].items():
+            param, part = held[number]
+            original = param if part is None else part.parameter
+            rows = {key: rows_like(original, value, self.parts.sharded.world) for key, value in kept.items()}
+            by_number[number] = rows if part is None else {key: part.flattened(rows[key]) for key in rows}
+        rest = {key: whole_tensors(value) for key, value in state.items() if key != "state"}
+        load_optimizer(self.optimizer, {**rest, "state": by_number})
+
+    def _held(self) -> list[tuple[nn.Parameter, ParameterPart | None]]:
+        """Return what the optimizer updates, with the part of which it is the flat tensor."""
+        return [(param, self.parts.by_flat.get(id(param))) for param in parameters_of([self.optimizer])]
+
+
+def check_updates_parts(optimizer: torch.optim.Optimizer, is_exact: bool) -> None:
+    """Raise JobError for an optimizer that cannot update a part of a parameter.
+
+    If it must be `is_exact`, also for one whose update of a part may not be the part of the whole update.
+    """
+    kind = type(optimizer)
+    if is_exact and kind not in ELEMENTWISE:
+        raise JobError(
+            f"optimizer: {kind.__qualname__} may use all of a parameter to update a part of it, "
+            "so with strategy: fsdp it cannot be bitwise; "
+            f"take one of torch.optim's {listed([each.__name__ for each in ELEMENTWISE])}, or leave bitwise out"
+        )
+    # torch computes neither the state of the one, which has another size, nor the other's writes by signs in shards.
+    if not is_exact and isinstance(optimizer, optim.Adafactor | optim.Rprop):
+        raise JobError(
+            f"optimizer: {kind.__name__} cannot update the parts of parameters that strategy: fsdp gives workers; "
+            "take another one, like torch.optim:AdamW"
+        )
 
 
 @contextmanager
-def one_thread(parameter: torch.Tensor) -> Iterator[None]:
-    """Update in one thread on a CPU: where several threads cut a tensor is where its vectors end, too."""
+def one_thread(_: object = None) -> Iterator[None]:
+    """Update in one thread: on a CPU, where several threads cut a tensor is where its vectors end, too."""
     threads = torch.get_num_threads()
-    is_many = parameter.device.type == "cpu" and threads > 1
+    torch.set_num_threads(1)
     try:
-        if is_many:
-            torch.set_num_threads(1)
         yield
     finally:
-        if is_many:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads)
 
 
-CHUNK_BYTES = 1 << 25  # of a worker's slices, sent at once
+@contextmanager
+def updating_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In the block, have an optimizer update sharded parameters and others apart if a group has both.
 
-
-@dataclass(frozen=True)
-class Slice:
-    """A worker's slice of a gradient, flat, and the gradient's shape."""
-
-    numbers: torch.Tensor
-    shape: tuple[int, ...]
-
-    def count(self, world_size: int, rank: int) -> int:
-        """Return how many numbers a rank's slice has."""
-        first, end = rows_of_rank(self.shape[0], world_size, rank)
-        return (end - first) * torch.Size(self.shape[1:]).numel()
-
-
-def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device) -> list[torch.Tensor]:
-    """Return the norm of each whole gradient from this worker's `slices`; every rank calls this.
-
-    They have the bits that one worker with the whole gradients computes. A norm's bits depend on the order of its
-    additions. So for each parameter one worker gets the whole gradient, and computes its norm: the first goes to rank
-    0, the next to rank 1, and so on.
+    An operation on a list of tensors takes sharded ones or others, but not both. So one of torch's own optimizers
+    takes such a group for two, with the same values. Any other may keep values of its own in a group.
     """
-    if not slices:
-        return []
-    own: dict[int, torch.Tensor] = {}
-    for start, stop in _chunks(slices):
-        mine = range(start + (world.rank - start) % world.world_size, stop, world.world_size)
-        whole = _exchanged(slices, start, stop, world, device)
-        own |= dict(zip(mine, norms_of(whole) if whole else [], strict=True))
-    empty = norms_of([slices[0].numbers[:0].to(device)])[0]  # for the dtype
-    norms = empty.new_zeros(len(slices))
-    for number, norm in own.items():
-        norms[number] = norm
+    groups = optimizer.param_groups
+    if type(optimizer).__module__.startswith("torch.optim"):
+        optimizer.param_groups = [
+            {**group, "params": params}
+            for group in groups
+            for kind in (True, False)
+            if (params := [param for param in group["params"] if is_sharded(param) is kind])
+        ]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+
+
+def norms_of_slices(
+    slices: Sequence[tuple[torch.Tensor, torch.Size]], world: World, device: torch.device
+) -> Sequence[torch.Tensor]:
+    """Return the norm of each whole gradient; every rank calls this.
+
+    `slices` are this worker's, flat, each with the size of the whole. The norms have the bits that one worker with
+    the whole gradients computes. They depend on the order of the additions, so for each parameter one worker gets the
+    whole gradient, and computes its norm: the first goes to rank 0, the next to rank 1, and so on.
+    """
+    size = world.world_size
+    of_rank = [slices[rank::size] for rank in range(size)]
+    sent = torch.cat([numbers for theirs in of_rank for numbers, _ in theirs]).to(device)
+    counts = [sum(numbers.numel() for numbers, _ in theirs) for theirs in of_rank]
+    mine = [shape for _, shape in of_rank[world.rank]]
+    rows = [[rows_of_rank(shape[0], size, sender) for shape in mine] for sender in range(size)]
+    lengths = [
+        [(end - first) * shape[1:].numel() for (first, end), shape in zip(theirs, mine, strict=True)]
+        for theirs in rows
+    ]
+    received = sent.new_empty(sum(map(sum, lengths)))
+    with waiting("the other workers' gradients"):
+        dist.all_to_all_single(received, sent, [*map(sum, lengths)], counts, group=everyone())
+    pieces = torch.split(received, [length for theirs in lengths for length in theirs])
+    whole = [torch.cat(pieces[at :: len(mine)]).view(shape) for at, shape in enumerate(mine)]
+    norms = torch.zeros(len(slices), dtype=norms_of([sent[:0]])[0].dtype, device=device)
+    if whole:
+        norms[world.rank :: size] = torch.stack(norms_of(whole))
     with waiting("the other workers' norms"):
         dist.all_reduce(norms, group=everyone())
-    return list(norms.unbind())
+    return norms.unbind()
 
 
-def _chunks(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of gradients to exchange at once, the same on all workers."""
-    cuts, size = [0], 0
-    for number, piece in enumerate(slices):
-        size += torch.Size(piece.shape).numel() * piece.numbers.itemsize
-        if size >= CHUNK_BYTES:
-            cuts.append(number + 1)
-            size = 0
-    yield from pairwise(dict.fromkeys([*cuts, len(slices)]))
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _exchanged(
-    slices: Sequence[Slice], start: int, stop: int, world: World, device: torch.device
-) -> list[torch.Tensor]:
-    """Return the whole gradients that this worker gets, of those from `start` to `stop`."""
-    size, rank = world.world_size, world.rank
-    by_owner = [
-        [piece for at, piece in enumerate(slices[start:stop], start) if at % size == owner] for owner in range(size)
-    ]
-    sent = torch.cat([piece.numbers for theirs in by_owner for piece in theirs]).to(device)
-    counts = [sum(piece.numbers.numel() for piece in theirs) for theirs in by_owner]
-    mine = by_owner[rank]
-    from_each = [sum(piece.count(size, sender) for piece in mine) for sender in range(size)]
-    received = sent.new_empty(sum(from_each))
-    with waiting("the other workers' gradients"):
-        dist.all_to_all_single(received, sent, from_each, counts, group=everyone())
-    parts = [
-        torch.split(chunk, [each.count(size, at) for each in mine])
-        for at, chunk in enumerate(torch.split(received, from_each))
-    ]
-    return [torch.cat([theirs[at] for theirs in parts]).view(piece.shape) for at, piece in enumerate(mine)]
+class BlockParameters:
+    """Parameters of which each worker holds a part: no forward may write them, since what it writes is lost."""
+
+    def __init__(self, sharded: Sharded, is_compiled: bool) -> None:
+        named = list(sharded.model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in named}
+        self._parts = {name: parameter for name, parameter in named if is_sharded(parameter)}
+        self._blocks, self._units = dict(sharded.blocks), list(sharded.units)
+        self._is_compiled = is_compiled
+        self._versions: list[int] = []
+
+    def note(self) -> None:
+        """Look from here on."""
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        whole = [getattr(unit, "_unsharded_param", None) for unit in self._units]
+        return [*map(VERSION, self._parts.values()), *(0 if tensor is None else tensor._version for tensor in whole)]
+
+    def _name_of(self, unit: Any) -> str:
+        return self._names.get(id(unit.sharded_param), "of a block")  # which torch sets anew in the first forward
+
+    def check(self) -> None:
+        """Raise ModelError if a version shows a write."""
+        now = self._now()
+        if now != self._versions:
+            names = [*self._parts, *map(self._name_of, self._units)]
+            pairs = zip(names, now, self._versions, strict=True)
+            raise ModelError(_of_parts([name for name, version, other in pairs if version != other]))
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Raise ModelError in the forward of a block that has changed the parameters gathered for it, in any way."""
+        before: dict[nn.Module, dict[str, int]] = {}
+
+        def begin(block: nn.Module, *_: Any) -> None:
+            before[block] = self._digests(block)
+
+        def end(block: nn.Module, *_: Any) -> None:
+            earlier = before.pop(block)
+            if written := [name for name, digest in self._digests(block).items() if earlier.get(name) != digest]:
+                raise ModelError(_of_parts(written))
+
+        hooks = []
+        for block in self._blocks:  # after torch's own hook that gathers, and before the one that frees
+            hooks += [block.register_forward_pre_hook(begin), block.register_forward_hook(end, prepend=True)]
+        try:
+            with _SeesReplaced() if self._blocks and not self._is_compiled else nullcontext():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _digests(self, block: nn.Module) -> dict[str, int]:
+        whole = {self._name_of(unit): getattr(unit, "_unsharded_param", None) for unit in self._blocks[block]}
+        return digests({name: tensor.detach() for name, tensor in whole.items() if tensor is not None})
+
+
+class _SeesReplaced(TorchFunctionMode):
+    """Raises ModelError if a forward replaces the data of a sharded parameter, which nothing else shows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == SET_DATA and is_sharded(args[0]):
+            raise ModelError(_of_parts([f"the data of a parameter of size {list(args[0].shape)}"]))
+        return func(*args, **(kwargs or {}))
+
+
+def _of_parts(names: list[str]) -> str:
+    return (
+        f"the forward wrote {listed(names)}, of which each worker holds a part, so that what is written would be "
+        "lost (nn.Embedding with max_norm writes its weight): leave it out, or take strategy: ddp"
+    )

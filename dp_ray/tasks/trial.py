@@ -14,21 +14,20 @@ import torch
 from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.beside import modules_beside
+from dp_ray.engine.buffers import modules_beside
 from dp_ray.engine.clock import SilentClock
-from dp_ray.engine.eval_state import EvalState, evaluating
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.forward_state import ForwardState
 from dp_ray.engine.loading import LoadedStep, Pick, Source, find_reference, load_steps
-from dp_ray.engine.model import autocast
-from dp_ray.engine.out_of_memory import free_memory, is_out_of_memory
-from dp_ray.engine.own_modes import begin_to_train
+from dp_ray.engine.model import autocast, begin_to_train, evaluating
 from dp_ray.engine.placement import Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
-from dp_ray.engine.reduce import Reduction, Trained, make_gradients_dense
+from dp_ray.engine.reduce import Reduction, Trained
 from dp_ray.engine.replica import Forwards, Replica
+from dp_ray.engine.state import EvalState, StepState
 from dp_ray.engine.step import PredictInputs, build_step, run_step
+from dp_ray.engine.tree_sum import make_gradients_dense
 from dp_ray.engine.update import OptimizerStep
+from dp_ray.engine.user_code import free_memory, is_out_of_memory
 from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
@@ -115,7 +114,7 @@ def _train(placement: Placement, data: Data) -> None:
     average = placement.average(optimizer_step)  # it takes memory
     loss_of = shard_loss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
     trained = list(optimizer_step.trained.values())
-    state = ForwardState(model, job.compile, placement.blocks)
+    state = StepState(model, placement.parts())
     parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), state, SilentClock())
     reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
     beside = EvalState(nn.Module(), loss_of.beside)
@@ -138,18 +137,17 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
             for parameter, bucket in zip(trained, buckets, strict=True):
                 parameter.grad = bucket
         filled = num_filled(data.split.largest_batch, data.split.shards)
-        reduction.begin(0, [shard.shard for shard in planned], filled)
+        reduction.begin(0, [shard.shard for shard in planned], filled, len(planned))
         replica.begin(len(planned))
         with closing(_load(world, data)[1]) as steps:
             loaded = next(steps)
             for shard, _, batch, rows in replica.rounds(loaded._replace(loaded=islice(loaded.loaded, most))):
                 assert shard is not None
-                with reduction.shard(shard.shard, shard.shard == planned[-1].shard):
-                    loss = replica.run(shard, reduction.called, batch, rows) / data.split.largest_batch
-                    optimizer_step.hooks.look()
-                    loss.backward()  # type: ignore[no-untyped-call]
+                loss = replica.run(shard, reduction.called, batch, rows, shard.shard)
+                optimizer_step.hooks.look()
+                reduction.backward(shard.shard, loss, torch.full_like(loss, 1 / data.split.largest_batch))
         if not placement.is_sharded:
-            list(reduction.summed(torch.empty(0)))
+            reduction.finish(torch.empty(0))
         reduction.trained.state.finish()
         optimizer_step.rehearse()
         del buckets
@@ -160,7 +158,11 @@ def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwar
     """Run a prediction's step, and compute its outputs to keep."""
     work, steps = _load(world, data, PredictInputs(job, model, lambda text: None))
     prediction = Prediction(job, world.device, work, forwards=forwards)
-    with closing(steps), closing(predict(prediction, called, steps)) as finished:
+    with (
+        closing(steps),
+        prediction.replica(called) as replica,
+        closing(predict(prediction, replica, steps)) as finished,
+    ):
         for _ in finished:
             pass
 

@@ -1,9 +1,10 @@
-"""Copies of a user's objects: one for this process, or one packed for workers.
+"""Ship a user's objects: as a copy for this process, or packed for workers.
 
-Both are made by pickle, with the same rules, so that `workers: 0` trains what workers on Ray would. Begin at `copied`
-and `pack`. Three things differ from plain pickle. The elements of tensors stand beside the pickled bytes, so that no
-more than the copy itself takes memory. Parameters keep their hooks, class and attributes. Objects that torch can copy
-but refuses to pickle, like a parametrized module, are taken apart and put together again.
+One pickler does both, with the same rules, so that `workers: 0` trains what workers on Ray would. Begin at
+`shipped_bytes`, which leaves to its caller what stands apart from the bytes; `shipment` and `pickled_copy` take the
+elements of tensors apart, so that no more than the copy itself takes memory. Two things more differ from plain
+pickle. Parameters keep their hooks, class and attributes. A parametrized module, which torch can copy but refuses to
+pickle, is taken apart and put together again.
 """
 
 import copyreg
@@ -15,7 +16,6 @@ import os
 import pickle
 import sys
 import types
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,15 +32,70 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_ray.errors import JobError
 
-IN_LINE_BYTES = 4096  # of memory that is as fast to ship with the bytes
+IN_LINE_BYTES = 1 << 15  # of memory that is as fast to ship with the bytes
 STORAGES = (UntypedStorage, TypedStorage)
+Rule = Callable[[Any], Any]
+
+
+def dump(value: Any, file: Any, base: Any, apart: Rule, rule: Rule) -> None:
+    """Pickle a value into a file by a pickler of the class `base`. Raises what that raises.
+
+    What `apart` names stands apart: `loaded` gets it by that name; None is for all else. `rule` says how an object is
+    put together again, as a pickler's `reducer_override`; what it does not know, the base does.
+    """
+    pickler = base(file, protocol=5)
+    of_base = pickler.reducer_override
+
+    def reduce(value: Any) -> Any:
+        found = rule(value)
+        return of_base(value) if found is NotImplemented else found
+
+    pickler.persistent_id, pickler.reducer_override = apart, reduce
+    try:
+        pickler.dump(value)
+    finally:
+        del pickler.reducer_override  # a cycle, which would hold what is pickled
+
+
+def shipped_bytes(value: Any, base: Any, apart: Rule, rule: Rule) -> bytes:
+    """Return what `dump` writes."""
+    with io.BytesIO() as file:
+        dump(value, file, base, apart, rule)
+        return file.getvalue()
+
+
+def loaded(head: bytes, part: Rule) -> Any:
+    """Return the value that was dumped; `part` returns what stands apart, by its name."""
+    unpickler: Any = pickle.Unpickler(io.BytesIO(head))
+    unpickler.persistent_load = part
+    return unpickler.load()
+
+
+class PicklerHere(pickle.Pickler):
+    """Pickles what is read in this very process: functions and classes that no import gives stay those they are."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce what is of `__main__`, or local, to its id."""
+        if isinstance(value, type | types.FunctionType) and (
+            value.__module__ == "__main__" or "<" in value.__qualname__
+        ):
+            _known[id(value)] = value
+            return _known_by, (id(value),)
+        return NotImplemented
+
+
+_known: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+def _known_by(number: int) -> Any:
+    return _known[number]
 
 
 @dataclass
-class PackedObject:
+class Shipment:
     """An object's pickled bytes, and the memory of its tensors, which is still the object's own.
 
-    Packed itself can be pickled: the memory then goes as arrays, which Ray ships out of band, and what arrives has
+    It can itself be pickled: the memory then goes as arrays, which Ray ships out of band, and what arrives has
     memory of its own.
     """
 
@@ -59,32 +114,64 @@ class PackedObject:
         """Return the object, with these storages as its memory."""
         # A process that has set no hook numbers its first one 0, and would put it in the place of a carried hook.
         RemovableHandle.next_id = max(RemovableHandle.next_id, self.next_hook)
-        return _Unpickler(self).load()
+        return loaded(self.head, self._part)
+
+    def _part(self, name: tuple[str, int, torch.dtype | None]) -> Any:
+        kind, number, dtype = name
+        if kind == "held":
+            return self.held[number]
+        if dtype is None:
+            return self.storages[number]
+        return TypedStorage(wrap_storage=self.storages[number], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def pack_object(value: Any, pickler: Any) -> PackedObject:
+def framed(value: Any) -> Any:
+    """Return a value as bytes, or as a list of bytes and large arrays, which Ray ships in little time.
+
+    Its classes must be ones that can be imported.
+    """
+    large: list[Any] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < IN_LINE_BYTES:
+            return True
+        large.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    head = pickle.dumps(value, 5, buffer_callback=is_small)
+    return [head, *large] if large else head
+
+
+def unframed(given: Any) -> Any:
+    """Return the value that was framed; its large arrays must not be written to."""
+    if isinstance(given, bytes):
+        return pickle.loads(given)
+    return pickle.loads(given[0], buffers=given[1:])
+
+
+def shipment(value: Any, base: Any) -> Shipment:
     """Pack an object for another process, by a subclass of cloudpickle's pickler. Raises what that raises."""
-    file, storages = io.BytesIO(), _Storages()
-    _packer(pickler)(file, storages).dump(value)
-    return PackedObject(file.getvalue(), storages.all, RemovableHandle.next_id, [])
+    storages = Apart()
+    return Shipment(shipped_bytes(value, base, storages.storage, reduced), storages.all, RemovableHandle.next_id, [])
 
 
-def check_packs(value: Any, pickler: Any) -> None:
-    """Raise what `pack` raises; this takes no memory."""
+def check_packs(value: Any, base: Any) -> None:
+    """Raise what `shipment` raises; this takes no memory."""
     with open(os.devnull, "wb") as nowhere:
-        _packer(pickler)(nowhere, _Storages()).dump(value)
+        dump(value, nowhere, base, Apart().storage, reduced)
 
 
-def copied_object(value: Any, kept: Iterable[Any] = ()) -> Any:
+def pickled_copy(value: Any, kept: Iterable[Any] = ()) -> Any:
     """Return a copy for this process, with memory of its own. Raises what pickle raises if there can be none.
 
     Named objects of a module are not copied: classes, functions, and the globals of functions. The copy also refers
     to the objects `kept` themselves.
     """
-    file, packer = io.BytesIO(), _Here(kept)
-    packer.dump_to(file, value)
-    storages = [storage.clone() for storage in packer.storages.all]  # type: ignore[no-untyped-call]
-    return PackedObject(file.getvalue(), storages, RemovableHandle.next_id, packer.held).load()
+    here = _Here(kept)
+    head = here.dumped(value)
+    storages = [storage.clone() for storage in here.storages.all]
+    return Shipment(head, storages, RemovableHandle.next_id, here.held.all).load()
 
 
 def reached(value: Any, kept: Iterable[Any] = ()) -> tuple[dict[Any, Any], Exception | None]:
@@ -92,12 +179,12 @@ def reached(value: Any, kept: Iterable[Any] = ()) -> tuple[dict[Any, Any], Excep
 
     If there can be no copy, also return why.
     """
-    packer = _Here(kept, notes=True)
+    here = _Here(kept, notes=True)
     try:
-        packer.dump_to(io.BytesIO(), value)
+        here.dumped(value)
     except Exception as raised:  # a user's __getstate__ may raise anything
-        return packer.noted, raised
-    return packer.noted, packer.failed
+        return here.noted, raised
+    return here.noted, here.failed
 
 
 def refused(key: str, value: Any, error: Exception, dump: Callable[[Any], object]) -> JobError:
@@ -111,43 +198,29 @@ def refused(key: str, value: Any, error: Exception, dump: Callable[[Any], object
     return JobError(f"{key}: {what}: {type(error).__name__}: {error}; {advice}")
 
 
-def what_fails(module: nn.Module, dump: Callable[[Any], object], with_hooks: bool = True) -> str:
-    """Return the name of the first attribute that cannot be pickled, or hook of a parameter; else the class."""
-
-    def parts() -> Iterator[tuple[str, Any]]:
-        for name, submodule in module.named_modules():
-            for key, value in vars(submodule).items():
-                if key not in ("_modules", "_parameters", "_buffers"):
-                    yield f"the module's attribute {name}.{key}" if name else f"the module's attribute {key}", value
-        for name, parameter in module.named_parameters() if with_hooks else ():
-            yield f"a hook of the parameter {name}", _hooks_of(parameter)
-
-    for what, part in parts():
-        try:
-            dump(part)
-        except Exception:  # a user's __getstate__ may raise anything
-            return what
-    return f"the module, of class {type(module).__qualname__}"
+def what_fails(module: nn.Module, dump: Callable[[Any], object]) -> str:
+    """Return which attribute cannot be pickled, or hook of a parameter; else the class."""
+    name, part, _ = part_that_fails(module, dump) or ("", module, None)
+    if not name:
+        return f"the module, of class {type(module).__qualname__}"
+    return f"a hook of the parameter {name}" if isinstance(part, nn.Parameter) else f"the module's attribute {name}"
 
 
-def part_that_fails(value: Any, dump: Callable[[Any], object]) -> tuple[str, Any, Exception] | None:
-    """Return which part of a value cannot be pickled, like `inner.db` or `options['key'][0]`, its class, and why.
+def part_that_fails(
+    value: Any, dump: Callable[[Any], object], name: str = "", above: tuple[int, ...] = ()
+) -> tuple[str, Any, Exception] | None:
+    """Return which part of a value cannot be pickled, like `inner.db` or `options['key'][0]`, the part, and why.
 
     The name is empty for the value itself. None if it can be pickled, or if it holds itself.
     """
-
-    def find(value: Any, name: str, above: tuple[int, ...]) -> tuple[str, Any, Exception] | None:
-        if id(value) in above:
-            return None
-        try:
-            dump(value)
-            return None
-        except Exception as error:  # a user's __getstate__ may raise anything
-            inner = (find(part, name + key, (*above, id(value))) for key, part in _parts(value))
-            return next(filter(None, inner), (name, value, error))
-
-    found = find(value, "", ())
-    return found and (found[0].removeprefix("."), *found[1:])
+    if id(value) in above:
+        return None
+    try:
+        dump(value)
+        return None
+    except Exception as error:  # a user's __getstate__ may raise anything
+        inner = (part_that_fails(part, dump, name + key, (*above, id(value))) for key, part in _parts(value))
+        return next(filter(None, inner), (name.removeprefix("."), value, error))
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -160,26 +233,39 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", getattr(value, key)) for key in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
-    elif not isinstance(value, type | types.FunctionType):
+    elif isinstance(value, nn.Module):
+        for key, inner in vars(value).items():
+            members = key in ("_modules", "_parameters", "_buffers")
+            yield from ((f".{name}", member) for name, member in inner.items()) if members else ((f".{key}", inner),)
+    elif not isinstance(value, type | types.FunctionType | torch.Tensor):
         with suppress(Exception):  # as above
             state = value.__getstate__()
             yield from ((f".{key}", inner) for key, inner in (state if isinstance(state, dict) else {}).items())
 
 
-class _Storages:
-    """The memory of tensors, each once: views of one stay views of one."""
+class Apart:
+    """Objects that stand apart from what is pickled, each by its index."""
 
     def __init__(self) -> None:
-        self.all: list[UntypedStorage] = []
-        self._numbers: dict[int, int] = {}
+        self.all: list[Any] = []
+        self.indices: dict[int, int] = {}  # by identity
 
-    def number(self, storage: Any) -> int:
-        """Return the number of a storage."""
-        plain = storage._untyped_storage if isinstance(storage, TypedStorage) else storage
-        number = self._numbers.setdefault(plain._cdata, len(self.all))
-        if number == len(self.all):
-            self.all.append(plain)
-        return number
+    def index(self, value: Any) -> int:
+        """Return an object's index; one that is not there yet gets the next one."""
+        return self._index(value, id(value))
+
+    def storage(self, value: Any) -> tuple[str, int, torch.dtype | None] | None:
+        """Return the name of the memory of tensors, each once: views of one stay views of one. None for all else."""
+        if not isinstance(value, STORAGES):
+            return None
+        plain, dtype = (value._untyped_storage, value.dtype) if isinstance(value, TypedStorage) else (value, None)
+        return "storage", self._index(plain, plain._cdata), dtype
+
+    def _index(self, value: Any, identity: int) -> int:
+        index = self.indices.setdefault(identity, len(self.all))
+        if index == len(self.all):
+            self.all.append(value)
+        return index
 
 
 def _elements(storage: UntypedStorage) -> np.ndarray[Any, Any]:
@@ -188,7 +274,7 @@ def _elements(storage: UntypedStorage) -> np.ndarray[Any, Any]:
     return array
 
 
-def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> PackedObject:
+def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> Shipment:
     storages = []
     for name, raw in sent:
         storage = UntypedStorage(len(raw))  # type: ignore[no-untyped-call]
@@ -198,58 +284,17 @@ def _arrived(head: bytes, sent: list[tuple[str, Any]], next_hook: int) -> Packed
         # The job's devices are chosen later: a worker may see fewer GPUs than the caller, or none.
         is_here = device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
         storages.append(storage.to(device=device) if is_here else storage)
-    return PackedObject(head, storages, next_hook, [])
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, packed: PackedObject) -> None:
-        super().__init__(io.BytesIO(packed.head))
-        self._packed = packed
-
-    def persistent_load(self, number: Any) -> Any:
-        """Return the storage, or the held object, of a number."""
-        kind, number, dtype = number
-        if kind == "held":
-            return self._packed.held[number]
-        storage = self._packed.storages[number]
-        if dtype is None:
-            return storage
-        return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _packer(base: Any) -> Any:
-    """Return a pickler that carries tensors and modules whole, and leaves all else to its base."""
-
-    class Packer(base):  # type: ignore[misc]
-        def __init__(self, file: Any, storages: _Storages) -> None:
-            super().__init__(file, protocol=5)
-            self._storages = storages
-
-        def persistent_id(self, value: Any) -> Any:
-            return _storage_id(value, self._storages) if isinstance(value, STORAGES) else None
-
-        def reducer_override(self, value: Any) -> Any:
-            found = reduced(value)
-            return super().reducer_override(value) if found is NotImplemented else found
-
-    return Packer
-
-
-def _storage_id(storage: Any, storages: _Storages) -> tuple[str, int, torch.dtype | None]:
-    return "storage", storages.number(storage), storage.dtype if isinstance(storage, TypedStorage) else None
+    return Shipment(head, storages, next_hook, [])
 
 
 def reduced(value: Any) -> Any:
     """Return how an object is put together again; NotImplemented if the pickler knows."""
     if isinstance(value, torch.Tensor):
         return _tensor(value)
-    if isinstance(value, torch.jit.ScriptModule):
-        return _script(value)
     if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
         return _bare, (parametrize.type_before_parametrizations(value),), vars(value), None, None, _parametrize
-    if type(value) is weakref.ref:
-        return (weakref.ref, (value(),)) if value() is not None else (_dead_reference, ())
+    if type(value) is weakref.ref and value() is not None:
+        return weakref.ref, (value(),)
     return NotImplemented
 
 
@@ -269,14 +314,9 @@ def _tensor(tensor: torch.Tensor) -> Any:
         state = (torch._utils._get_obj_state(tensor), hooks)  # type: ignore[no-untyped-call]
         made = (type(tensor), tensor.data, tensor.requires_grad)
         return _parameter, made, state if any(state) else None, None, None, _set_state
-    if not hooks:
-        return NotImplemented
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it drops the hooks
-        made_by, args, *rest = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    if any(part is not None for part in rest):
-        raise pickle.PicklingError(f"a hook of a {type(tensor).__qualname__}, which has a __reduce_ex__ of its own")
-    return made_by, args, (None, hooks), None, None, _set_state
+    if hooks:
+        raise pickle.PicklingError(f"a hook of a {type(tensor).__qualname__} that is no parameter")
+    return NotImplemented
 
 
 def _parameter(kind: type, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -304,30 +344,6 @@ def _parametrize(module: nn.Module, attributes: dict[str, Any]) -> None:
         parametrize._inject_property(module, name)
 
 
-def _script(module: torch.jit.ScriptModule) -> Any:
-    if any(_hooks_of(parameter) for parameter in module.parameters()):
-        raise pickle.PicklingError("a hook of a parameter of a TorchScript module")
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of all of torch.jit
-        torch.jit.save(module, file)
-    return _of_script, (file.getvalue(),)
-
-
-def _of_script(raw: bytes) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.load(io.BytesIO(raw))  # type: ignore[no-untyped-call]
-
-
-class _Referent:
-    """An object for a reference that is dead."""
-
-
-def _dead_reference() -> Any:
-    return weakref.ref(_Referent())
-
-
 _CONTAINERS = (dict, list, set, bytearray, deque, types.CellType, torch.Tensor, np.ndarray)
 _BY_NAME = (enum.Enum, logging.Logger)  # a copy has the same ones
 
@@ -339,43 +355,39 @@ class _Held:
     value: Any
 
 
-class _Here(pickle.Pickler):
-    """Pickles for this process: named objects of a module are not copied, functions without a name are."""
+class _Here:
+    """What a copy for this process needs: named objects of a module are not copied, functions without a name are."""
 
     def __init__(self, kept: Iterable[Any], notes: bool = False) -> None:
-        self.storages: _Storages
-        self.held: list[Any]
+        self.storages: Apart
+        self.held: Apart
         self.noted: dict[Any, Any]  # by identity
         self.failed: Exception | None = None  # why some of it cannot be pickled, if it makes notes
         self._notes = notes
-        self._numbers: dict[int, int]
         self._kept = {id(value): value for value in kept}
         self._classes: set[type] = set()
 
-    def dump_to(self, file: io.BytesIO, value: Any) -> None:
-        """Pickle a value into a file."""
-        self._start(file)
-        self.dump(value)
+    def dumped(self, value: Any) -> bytes:
+        """Pickle a value."""
+        head = self._dumped(value)
         # Methods of a class that a function has made share variables with hooks that it made. The class stays what it
         # is, so the hooks keep these variables. Which classes there are is known only now.
         if cells := {id(cell): cell for kind in self._classes for cell in _cells(kind)}:
             self._kept |= cells
-            file.seek(0)
-            file.truncate()
-            self._start(file)
-            self.dump(value)
+            head = self._dumped(value)
+        return head
 
-    def _start(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
-        self.storages, self.held, self.noted, self._numbers = _Storages(), [], {}, {}
+    def _dumped(self, value: Any) -> bytes:
+        self.storages, self.held, self.noted = Apart(), Apart(), {}
+        return shipped_bytes(value, PicklerHere, self._name, self._rule)
 
-    def persistent_id(self, value: Any) -> Any:
-        """Return the number of what stands beside the bytes."""
+    def _name(self, value: Any) -> Any:
+        """Return the name of what stands beside the bytes."""
         if isinstance(value, STORAGES):
-            number = _storage_id(value, self.storages)
-            if self._notes:
-                self.noted["storage", self.storages.all[number[1]]._cdata] = value
-            return number
+            name = self.storages.storage(value)
+            if self._notes and name is not None:
+                self.noted["storage", self.storages.all[name[1]]._cdata] = value
+            return name
         if type(value) is _Held:
             return self._hold(value.value)
         if id(value) in self._kept or isinstance(value, types.ModuleType | types.CodeType | type):
@@ -390,12 +402,9 @@ class _Here(pickle.Pickler):
         return None
 
     def _hold(self, value: Any) -> tuple[str, int, None]:
-        number = self._numbers.setdefault(id(value), len(self.held))
-        if number == len(self.held):
-            self.held.append(value)
-        return "held", number, None
+        return "held", self.held.index(value), None
 
-    def reducer_override(self, value: Any) -> Any:
+    def _rule(self, value: Any) -> Any:
         """Return how an object is put together again."""
         if isinstance(value, types.FunctionType):
             made = (value.__code__, _Held(value.__globals__), value.__name__, None, value.__closure__)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import dp_ray
 from dp_ray.cluster.workers import check_can_be_shipped
-from dp_ray.engine.objects import copied_object, pack_object
+from dp_ray.engine.ship import pickled_copy, shipment
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from tests.support import training
@@ -30,7 +30,7 @@ PICKLER = ray.cloudpickle.CloudPickler
 
 def shipped(value: Any) -> Any:
     """Return what a worker on Ray gets of an object."""
-    packed = pickle.dumps(pack_object(value, PICKLER), protocol=5)
+    packed = pickle.dumps(shipment(value, PICKLER), protocol=5)
     tracker = ray.cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     known = dict(tracker)
     tracker.clear()  # another process knows none of the classes that a function has made
@@ -41,7 +41,7 @@ def shipped(value: Any) -> Any:
         tracker.update(known)
 
 
-WAYS = {"workers: 0": copied_object, "a worker on Ray": shipped}
+WAYS = {"workers: 0": pickled_copy, "a worker on Ray": shipped}
 
 
 def gradients(net: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -175,34 +175,26 @@ def with_own_method() -> Any:
     return net
 
 
-def scripted() -> Any:
-    return torch.jit.trace(linear(), torch.ones(1, 3))  # type: ignore[no-untyped-call]
-
-
 def of_linear(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return wrap(linear())
 
 
 KINDS: list[Callable[[], nn.Module]] = [
     *(masked, halved_in_place, with_features, made_in_a_function, with_hooks_of_modules, with_attributes),
-    *(in_shared_memory, channels_last, used_weight_norm, lazy, with_odd_tensors, with_own_method, scripted),
+    *(in_shared_memory, channels_last, used_weight_norm, lazy, with_odd_tensors, with_own_method),
     *(partial(of_linear, wrap) for wrap in (parametrizations.weight_norm, parametrizations.orthogonal)),
     *(partial(of_linear, wrap) for wrap in (parametrizations.spectral_norm, nn.utils.spectral_norm, nn.DataParallel)),
 ]
 
 
 def told(net: nn.Module) -> Any:
-    """Return what a module is, apart from its identity; TorchScript's copies have classes of their own."""
-    is_script = isinstance(net, torch.jit.ScriptModule)
-    modules = [] if is_script else list(net.named_modules())
+    """Return what a module is, apart from its identity."""
+    modules = list(net.named_modules())
     tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers()]
     return (
         [(name, type(module).__name__, module.training, len(module._forward_hooks)) for name, module in modules],
         [list(module.state_dict()) for _, module in modules],
-        [
-            (name, None if is_script else type(tensor), attributes(tensor), content(tensor))
-            for name, tensor in tensors
-        ],
+        [(name, type(tensor), attributes(tensor), content(tensor)) for name, tensor in tensors],
         [(tensor.requires_grad, tensor.is_leaf, tensor.dtype, tensor.layout) for _, tensor in tensors],
     )
 
@@ -232,7 +224,7 @@ def attributes(tensor: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     "kind", KINDS, ids=lambda kind: (kind.args[0] if isinstance(kind, partial) else kind).__name__
 )
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.*weight_norm:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:Full backward hook is firing")
 def test_a_copy_is_what_the_object_is(kind: Callable[[], nn.Module], way: str) -> None:
     torch.manual_seed(5)
@@ -279,10 +271,10 @@ def test_a_handle_removes_the_copys_hook_and_a_new_hook_takes_no_ones_place(way:
     net.handle = net.weight.register_hook(torch.zeros_like)
     net.register_forward_hook(lambda _, __, outputs: outputs * 2)
     before = RemovableHandle.next_id
-    packed = pickle.dumps(pack_object(net, PICKLER))
+    packed = pickle.dumps(shipment(net, PICKLER))
     try:
         RemovableHandle.next_id = min(net._forward_hooks)  # as in a worker, which has set fewer hooks
-        copy = pickle.loads(packed).load() if way != "workers: 0" else copied_object(net)
+        copy = pickle.loads(packed).load() if way != "workers: 0" else pickled_copy(net)
         copy.register_forward_hook(lambda _, __, outputs: outputs * 3)
     finally:
         RemovableHandle.next_id = max(before, RemovableHandle.next_id)
@@ -296,7 +288,7 @@ def test_tensors_take_no_memory_but_the_copys_own(way: str) -> None:
     net = nn.Linear(1000, 20_000, bias=False)  # 80 MB
     tracemalloc.start()  # it sees Python's bytes and numpy's arrays, not the memory of tensors
     try:
-        made: Any = copied_object(net) if way == "copied" else pack_object(net, PICKLER)
+        made: Any = pickled_copy(net) if way == "copied" else shipment(net, PICKLER)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
