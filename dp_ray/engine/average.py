@@ -11,8 +11,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from dp_ray.engine.buffers import copy_all, grouped
 from dp_ray.engine.sharded.state import ParameterPart, one_thread, rows_like, sharded_as, whole_tensors
 from dp_ray.engine.world import World
+from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.tensors.files import is_sharded, local
+from dp_ray.text import listed
 
 INNER, NUMBER = "module.", "n_averaged"  # in the state of torch's AveragedModel: before all names, and of its updates
 
@@ -26,6 +28,7 @@ class Average:
 
     def __init__(self, job: Job, model: nn.Module, world: World, parts: Sequence[ParameterPart] = ()) -> None:
         assert job.ema is not None
+        _check_names(model)
         self._model, self._world = model, world
         self._parameters = list(model.parameters())
         self._parts = {id(part.parameter): part for part in parts}
@@ -91,6 +94,19 @@ class Average:
             mine = average if part is None else part.inner(average).view(local(parameter).shape)
             shown[id(parameter)] = sharded_as(parameter, mine) if is_sharded(parameter) else mine
         return shown
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise JobError if the model's state_dict gives tensors of its own making: the average has none for them."""
+    known = set(map(id, (*model.parameters(), *model.buffers())))
+    tensors = {
+        key: value for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
+    }
+    if made := [key for key in tensors if id(tensors[key]) not in known and not key.endswith("_extra_state")]:
+        raise JobError(
+            f"ema: the model's own state_dict makes {listed(made)} anew, so that no average of it can be kept; have "
+            "it give its parameters and buffers as they are"
+        )
 
 
 EVALUATED = "evaluated"  # the key, in a checkpoint, of weights that an optimizer evaluates and does not train

@@ -44,7 +44,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.system.linux import end_with
 from dp_ray.system.process import importing_from_here, patched
 from dp_ray.system.threads import SIGNALS, if_longer
-from dp_ray.tensors.tree import map_leaves
+from dp_ray.tensors.tree import bare_tensors, flatten, map_leaves, unflatten, with_tensors
 from dp_ray.text import listed
 
 T = TypeVar("T")
@@ -353,6 +353,22 @@ class Collated(NamedTuple):
 
     seconds: float
     read: Any
+
+    def pin_memory(self) -> "Collated":
+        """Return it in pinned memory; torch would make lists of tuples, and leave objects as they are."""
+        if isinstance(self.read, LoaderError):
+            return self
+        indices, batch = self.read
+        if (bare := bare_tensors(batch)) is not None:  # as most are
+            return Collated(self.seconds, (indices, with_tensors(batch, [tensor.pin_memory() for tensor in bare])))
+        parts, spec = flatten(batch, is_whole=_can_pin)
+        pinned = unflatten(spec, [part.pin_memory() if _can_pin(part) else part for part in parts])
+        return Collated(self.seconds, (indices, pinned))
+
+
+def _can_pin(node: Any) -> bool:
+    """Return whether it is a tensor, or an object that puts its tensors into pinned memory itself."""
+    return hasattr(node, "pin_memory") and not isinstance(node, type)
 
 
 @dataclasses.dataclass(frozen=True)

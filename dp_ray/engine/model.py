@@ -158,6 +158,9 @@ class Scripted(nn.Module):
             return getattr(super().__getattr__("scripted"), name)
 
 
+AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+
 def autocast(
     precision: str, device: torch.device, enabled: bool = True, keeps: bool = True
 ) -> AbstractContextManager[Any]:
@@ -167,7 +170,7 @@ def autocast(
     those of one that keeps none.
     """
     if precision == "fp32":
-        return nullcontext()
+        return AS_IT_IS
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     return torch.autocast(device.type, dtype, enabled, None if keeps else False)  # None: as it is now
 

@@ -5,7 +5,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from dp_ray.job.targets import bind, check_gives, resolve
 from dp_ray.plan.costs import num_scheduled, too_short
 from dp_ray.plan.split import Split
 from dp_ray.tensors.files import is_dense, is_sharded, laid_out, overlaps
+from dp_ray.tensors.tree import flatten
 from dp_ray.text import did_you_mean, listed
 
 
@@ -283,8 +283,7 @@ def runs_users_code(spec: Any) -> bool:
     named = isinstance(spec.target, str)
     module = spec.target.partition(":")[0] if named else getattr(spec.target, "__module__", "")
     is_known = module.split(".")[:2] == ["torch", "optim"] or module == __name__
-    values = [value if isinstance(value, list | tuple) else [value] for value in spec.args.values()]
-    return not is_known or any(map(callable, chain(*values)))
+    return not is_known or any(map(callable, flatten(spec.args)[0]))
 
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -111,7 +111,9 @@ class State:
 
     def _follow(self, names: Iterable[str]) -> None:
         """Copy these parameters from now on, and watch the others."""
-        followed = self._held.followed = {**self._held.followed, **{name: self._plain[name] for name in names}}
+        known = {*self._held.followed, *names}
+        # In the model's order, and not in that of the writes: rank 0's values go to the others as they stand here.
+        followed = self._held.followed = {name: tensor for name, tensor in self._plain.items() if name in known}
         self._watched = Stamps({name: tensor for name, tensor in self._plain.items() if name not in followed})
 
     def follow(self, names: Iterable[str]) -> None:
@@ -540,7 +542,9 @@ class StepState(State):
         """Compare frozen parameters before the block and from its end on: in it the model may round them itself."""
         self.compare()
         yield
-        self._baseline = None  # the next step looks anew
+        lacking = self._lacking()
+        self._baseline = {name: digest for name, digest in (self._baseline or {}).items() if name in lacking}
+        self.compare()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:

@@ -132,7 +132,8 @@ class TrainedModel:
         ema = self.placement.job.ema
         average = self.average if ema is not None and ema.evaluate else None
         in_place = self.optimizer_step.evaluating if average is None else average.in_place
-        around = self.state.comparing_around() if has_own_modes(self.called) else nullcontext()
+        writes = average is not None or has_own_modes(self.called)
+        around = self.state.comparing_around() if writes else nullcontext()
         with around, in_place(), returning(self.called):
             yield self.called
 
@@ -426,7 +427,7 @@ class Pass:
             parameter.grad = None
 
         def forward(batch: Any) -> torch.Tensor:
-            with around or nullcontext():
+            with around or NOTHING:
                 loss: torch.Tensor = self.loss(batch, shard.rows, shard.shard)
                 return loss
 

@@ -148,6 +148,7 @@ class OptimizerStep(Optimizers):
         # If all gradients are dense, on one device and of one dtype, no step has to check each.
         self._is_alike = bool(optimizers) and is_plain and len(kinds) == 1 and not sparse_parameters(model)
         # Of the factors by which gradients on a GPU are weighed.
+        self._rows: dict[int, torch.Tensor] = {}  # numbers of rows, on the GPU
         self._wide = torch.float64 if any(dtype.itemsize > 4 for _, dtype in kinds) else torch.float32
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -311,7 +312,10 @@ class OptimizerStep(Optimizers):
         """
         if not isinstance(weight, torch.Tensor):
             return 0.0 if weight <= 0 else rows / weight
-        return torch.full_like(weight, rows).div_(weight).masked_fill_(weight <= 0, 0.0).to(self._wide)
+        if rows not in self._rows:
+            self._rows[rows] = torch.full_like(weight, rows)
+        factor = torch.empty((), dtype=self._wide, device=weight.device)
+        return torch.div(self._rows[rows], weight, out=factor).masked_fill_(weight <= 0, 0.0)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -453,7 +453,7 @@ def test_nccl_connects_when_the_group_is_formed(
     monkeypatch.setattr(world, "_made", lambda *keys: given.append(keys))
     store: Any = TCPStore(LOCALHOST, 0, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=False)
     form_group(backend, store, World(1, 2, device=devices[0], all_devices=devices))
-    assert given == [(backend, store, 1, 2, "all", bound)]
+    assert given == [(backend, store, 1, 2, bound)]
     assert (store.timeout, world._timeout) == (TIMEOUT, TIMEOUT)
 
 

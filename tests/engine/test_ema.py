@@ -16,7 +16,7 @@ from dp_ray.engine.average import Average
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, StorageError
 from tests.support import training
-from tests.support.group import StopsBefore, history_of, measured, run_group, weights_of
+from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.training import plain_loop
 from tests.support.trainings import chunked_statistics, eval_loss, initial, job_of, keys_of
 
@@ -169,6 +169,24 @@ def infinite(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.full
 @pytest.mark.slow
+class Transposing(nn.Linear):
+    """A layer whose state_dict has its weight the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self._register_state_dict_hook(self._turned)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _turned(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+
+def test_a_state_of_the_models_own_making_is_refused_by_name(tmp_path: Path) -> None:
+    job = job_of({"target": "tests.engine.test_ema:Transposing"}, workers=1, ema={"decay": 0.9})
+    with pytest.raises(ProcessExit, match="ema: the model's own state_dict makes weight anew"):
+        run_group(job, tmp_path)
+
+
 def test_the_average_of_a_compiled_model_is_compiled_too(tmp_path: Path) -> None:
     job = job_of("mlp", workers=1, ema={"decay": 0.8}, eval=EVAL, batch_size=101, epochs=2, compile=True)
     run_group(job, tmp_path)

@@ -249,6 +249,14 @@ def test_the_bits_are_the_same_on_any_workers_and_after_any_kill(tmp_path: Path,
     assert "hidden" not in weights_of(tmp_path / "1")
 
 
+def test_workers_that_write_other_parameters_first_have_those_of_shard_0_by_their_names(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"batch_size": 14, "shards": 2, "shuffle": False, "epochs": 2, "bitwise": True}
+    first = ends(job_of(writes("ByRows"), writes("Numbered"), workers=1, **keys), tmp_path / "1")
+    assert ends(job_of(writes("ByRows"), writes("Numbered"), workers=2, **keys), tmp_path / "2") == first
+    found = weights_of(tmp_path / "2")
+    assert found["first"].tolist() == [1.0 + 4] * 3 and found["other"].tolist() == [100.0] * 3, "four steps"
+
+
 def test_a_parameter_that_the_forward_makes_is_refused_in_the_first_step(tmp_path: Path) -> None:
     for workers in (1, 2):
         says = r"step 0, shard \d: the forward made the parameter head.weight, which no optimizer trains"

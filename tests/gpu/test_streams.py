@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.cluster.heartbeat import recorded_collectives
+from dp_ray.cluster.flight_recorder import recorded_collectives
 from dp_ray.engine import loading
 from dp_ray.engine.clock import DevicePlace, Part, StepClock, TimedStep, clock_on
 from dp_ray.engine.loading import LoadedShard, on_device

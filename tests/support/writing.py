@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
 
 
 class Writing(nn.Module):
@@ -102,6 +103,32 @@ class Writing(nn.Module):
         if not hasattr(self, "made"):
             self.register_buffer("made", torch.zeros(6), persistent=False)
         self.made += inputs.mean(0)
+
+
+class ByRows(nn.Module):
+    """A frozen parameter that the shard of the first row writes, and one of the same size that the others write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.first = nn.Parameter(torch.full((3,), 1.0), requires_grad=False)
+        self.other = nn.Parameter(torch.full((3,), 100.0), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        written = self.first if float(inputs[0, 0]) == 0 else self.other
+        written.data = written.data + 1
+        outputs: torch.Tensor = self.head(inputs) * self.first + 0.001 * self.other
+        return outputs
+
+
+class Numbered(Dataset[Any]):
+    """Rows that begin with their place in the batch of 14."""
+
+    def __len__(self) -> int:
+        return 28
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((6,), index % 14 / 14), index % 3
 
 
 class MakesALayer(nn.Module):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dp_ray.cluster import heartbeat, worker
 from dp_ray.cluster.channel import WorkerConfig
-from dp_ray.cluster.heartbeat import current_collectives, recorded_collectives
+from dp_ray.cluster.flight_recorder import current_collectives, recorded_collectives
 from dp_ray.engine.clock import DevicePlace, Part, StepClock
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, everyone

@@ -136,7 +136,7 @@ def build_on_meta(job: Job) -> nn.Module:
     """
     others = _alive_on_meta()
     try:
-        with META, RatesInNumbers():
+        with META, OnMeta():
             model = build_model(job, [META])
     except JobError as error:
         cause = error.__cause__ or error
@@ -149,11 +149,19 @@ def build_on_meta(job: Job) -> nn.Module:
     return model
 
 
-class RatesInNumbers(TorchFunctionMode):
-    """A mode in which RATES have numbers on the meta device too: constructors read them, layer by layer."""
+class OnMeta(TorchFunctionMode):
+    """A mode in which constructors make all tensors on the meta device, also where they name another one.
+
+    RATES have numbers: constructors read them, layer by layer.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **{**({"device": CPU} if function in RATES else {}), **(kwargs or {})})
+        keys = dict(kwargs or {})
+        if function in RATES:
+            keys.setdefault("device", CPU)
+        elif keys.get("device") is not None:
+            keys["device"] = META
+        return function(*args, **keys)
 
 
 def _alive_on_meta() -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ added by the fixed tree. `CollectiveForwards` are the forwards of such a model, 
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -68,7 +69,7 @@ class ShardedReduction(Reduction):
         """Run a round's backward; in the last one, after a start of the sum of `stats`, in place."""
         if stats is not None:
             self._send(stats)
-        with waiting(GRADIENTS):
+        with nullcontext() if stats is None else waiting(GRADIENTS):
             super().backward(shard, loss, seed)
 
     def _send(self, stats: torch.Tensor) -> None:

@@ -430,7 +430,9 @@ class ShardedParts:
         of them has a gradient that is not finite: so all skip the same updates. Every rank calls this.
         """
         parts = [gradient for gradient in gradients if gradient.numel()]
-        is_any = total_norm(parts).to(self.sharded.world.device).isfinite().logical_not().float()
+        device = self.sharded.world.device
+        largest = [norm.to(device, torch.float32) for norm in torch._foreach_norm(parts, torch.inf)] if parts else []
+        is_any = torch.stack([torch.zeros((), device=device), *largest]).isfinite().all().logical_not().float()
         with waiting("the other workers' gradients"):
             dist.all_reduce(is_any, dist.ReduceOp.MAX, group=everyone())
         holders = []
@@ -453,10 +455,11 @@ class StateOfParts:
         state: dict[str, Any] = self.optimizer.state_dict()
         held = self._held()
         by_number = {
-            number: kept if (part := held[number][1]) is None else {key: part.sharded(kept[key]) for key in kept}
+            number: {key: part.sharded(kept[key]) for key in kept} if (part := held[number][1]) is not None else kept
             for number, kept in state["state"].items()
+            if number in held
         }
-        return {**state, "state": by_number}
+        return {**state, "state": {**state["state"], **by_number}}  # an optimizer may keep others, under texts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load this worker's rows of a state whose tensors are stored.
@@ -465,6 +468,9 @@ class StateOfParts:
         """
         held, by_number = self._held(), {}
         for number, kept in state["state"].items():
+            if number not in held:
+                by_number[number] = whole_tensors(kept)
+                continue
             param, part = held[number]
             original = param if part is None else part.parameter
             rows = {key: rows_like(original, value, self.parts.sharded.world) for key, value in kept.items()}
@@ -472,9 +478,11 @@ class StateOfParts:
         rest = {key: whole_tensors(value) for key, value in state.items() if key != "state"}
         load_optimizer(self.optimizer, {**rest, "state": by_number})
 
-    def _held(self) -> list[tuple[nn.Parameter, ParameterPart | None]]:
-        """Return what the optimizer updates, with the part of which it is the flat tensor."""
-        return [(param, self.parts.by_flat.get(id(param))) for param in parameters_of([self.optimizer])]
+    def _held(self) -> dict[Any, tuple[nn.Parameter, ParameterPart | None]]:
+        """Return what the optimizer updates, by its number, with the part of which it is the flat tensor."""
+        return dict(
+            enumerate((param, self.parts.by_flat.get(id(param))) for param in parameters_of([self.optimizer]))
+        )
 
 
 def check_updates_parts(optimizer: torch.optim.Optimizer, is_exact: bool) -> None:
