@@ -200,10 +200,14 @@ def refused(key: str, value: Any, error: Exception, dump: Callable[[Any], object
 
 def what_fails(module: nn.Module, dump: Callable[[Any], object]) -> str:
     """Return which attribute cannot be pickled, or hook of a parameter; else the class."""
-    name, part, _ = part_that_fails(module, dump) or ("", module, None)
-    if not name:
-        return f"the module, of class {type(module).__qualname__}"
-    return f"a hook of the parameter {name}" if isinstance(part, nn.Parameter) else f"the module's attribute {name}"
+    for prefix, owner in module.named_modules():  # `dump` may name modules, and pickle none of them
+        for key, value in _parts(owner):
+            if isinstance(value, nn.Module) or (failed := part_that_fails(value, dump, prefix + key)) is None:
+                continue
+            name, part, _ = failed
+            of_hook = isinstance(part, nn.Parameter)
+            return f"a hook of the parameter {name}" if of_hook else f"the module's attribute {name}"
+    return f"the module, of class {type(module).__qualname__}"
 
 
 def part_that_fails(

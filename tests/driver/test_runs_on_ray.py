@@ -154,8 +154,9 @@ def test_a_users_print_comes_once_with_its_rank(run_in_session: Run, capfd: pyte
     run_in_session(model=models.Talks(), dataset=models.Rows(20), batch_size=10, workers=2)
     captured = capfd.readouterr()
     assert captured.out == ""
-    # Before the first step shard 0 runs, and once more with one row less.
-    said = [f"[rank {rank}] forward of {rows} rows" for rank, rows in ((0, 4), (0, 5), (0, 5), (1, 5))]
+    # Before the first step shard 0 runs, and once more with one row less; then each rank runs two shards.
+    ran = [(0, 4), *[(0, 5)] * 3, *[(1, 5)] * 2]
+    said = [f"[rank {rank}] forward of {rows} rows" for rank, rows in ran]
     assert sorted(captured.err.splitlines()) == said
 
 

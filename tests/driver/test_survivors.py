@@ -152,7 +152,7 @@ def test_a_worker_that_is_stopped_between_two_jobs_is_left_out_of_the_next_one(
     os.kill(stopped, signal.SIGSTOP)
     try:
         began = time.monotonic()
-        after = session.run(None, **keys, name="after", timeouts={"step": 5, "rejoin": 2})
+        after = session.run(None, **keys, name="after", timeouts={"step": 5, "rejoin": 3})
         assert time.monotonic() - began < 60
     finally:
         os.kill(stopped, signal.SIGKILL)
