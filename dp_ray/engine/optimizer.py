@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._pytree import tree_leaves
 
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.weights import check_has_shape
@@ -21,7 +22,6 @@ from dp_ray.job.targets import bind, check_gives, resolve
 from dp_ray.plan.costs import num_scheduled, too_short
 from dp_ray.plan.split import Split
 from dp_ray.tensors.files import is_dense, is_sharded, laid_out, overlaps
-from dp_ray.tensors.tree import flatten
 from dp_ray.text import did_you_mean, listed
 
 
@@ -283,7 +283,7 @@ def runs_users_code(spec: Any) -> bool:
     named = isinstance(spec.target, str)
     module = spec.target.partition(":")[0] if named else getattr(spec.target, "__module__", "")
     is_known = module.split(".")[:2] == ["torch", "optim"] or module == __name__
-    return not is_known or any(map(callable, flatten(spec.args)[0]))
+    return not is_known or any(map(callable, tree_leaves(dict(spec.args))))
 
 
 HALVES = (torch.float16, torch.bfloat16)
