@@ -90,7 +90,7 @@ def _earlier() -> Iterator[Row]:
 def _beside_ray_train() -> Iterator[Row]:
     with _folder() as folder:
         theirs = partial(seconds_lost, folder, kill_one, partial(_bare, "local", [], 3))
-        pairs = [(_lost(folder, kill_one, _program).seconds, theirs()) for _ in range(2)]
+        pairs = [(_lost(folder, kill_one, _program).seconds, theirs()) for _ in range(3)]
     yield compared(KILLED, pairs, time_text, "Ray Train", at_most(0.1))
 
 
