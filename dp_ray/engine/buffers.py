@@ -54,7 +54,8 @@ class Copies:
         places = views(self.flat, present.values())
         self.values: Values = {**dict.fromkeys(forms), **dict(zip(present, places, strict=True))}
         self._of, self._places, self._followed = of, of.places, of.followed
-        self._spots, self._standing = list(of.places.values()), [tensors.get(name) for name in of.places]
+        self._holders, self._keys = [held for held, _ in of.places.values()], [key for _, key in of.places.values()]
+        self._standing = [tensors.get(name) for name in of.places]
         self._live = list(present_in(tensors).values())
         self._looks = self._look()
         self._can_fit = (
@@ -76,7 +77,7 @@ class Copies:
         if not self._can_fit or self._of.places is not self._places or self._of.followed is not self._followed:
             return False
         try:
-            standing = [held[key] for held, key in self._spots]
+            standing = [*map(operator.getitem, self._holders, self._keys)]
         except KeyError:  # a forward has removed it
             return False
         return all(map(operator.is_, standing, self._standing)) and self._look() == self._looks
