@@ -140,7 +140,7 @@ class Writable:
             elif into is not None and self.takes_values(into) and form_or_none(into) == form_or_none(value):
                 pairs.append((into, value))
             else:
-                into = value.clone()
+                into = value.to((value if into is None else into).device, copy=True)
             if into is not now or into is None:
                 held[key] = into
         for name, parameter in self.followed.items():

@@ -146,6 +146,10 @@ def lively(optimizer: torch.optim.Optimizer) -> Any:
         ({"optimizer": {"target": f"{HERE}:Noting", "args": {"folder": "."}}}, True),
         ({"scheduler": {"target": f"{HERE}:lively"}}, True),
         ({"scheduler": {"target": "torch.optim.lr_scheduler:LambdaLR", "args": {"lr_lambda": [abs]}}}, True),
+        (
+            {"scheduler": {"target": "torch.optim.lr_scheduler:LambdaLR", "args": {"lr_lambda": {"of": [[abs]]}}}},
+            True,
+        ),
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1)}, True),
     ],
 )

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from dp_ray.engine import host_copy, loading, random
 from dp_ray.engine.clock import DeviceClock
 from dp_ray.engine.host_copy import PinnedMemory, side_stream
 from dp_ray.engine.items import SampleReader
-from dp_ray.engine.loader import Samples, StepTimes, TimedLoader
+from dp_ray.engine.loader import Collated, Samples, StepTimes, TimedLoader
 from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import build_model
 from dp_ray.engine.trainer import Update
@@ -200,6 +200,31 @@ def test_what_a_loaders_process_gets_holds_no_events_of_the_gpu() -> None:
     samples = Samples(SampleReader(training.Pairs()), 0, times=StepTimes(clock))
     there = pickle.loads(pickle.dumps(samples))
     assert len(there.__getitems__(ReadRequest(0, 0, 0, [3, 4]))[1]) == 2
+
+
+class Boxed(NamedTuple):
+    rows: torch.Tensor
+    names: list[str]
+
+
+def test_pinned_batches_keep_their_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a step gets what it gets on a CPU: torch's loader by itself would make a list of a tuple."""
+    pinned = list[int]()
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.numel())
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    for batch in (
+        (torch.ones(2), torch.ones(3)),
+        {"a": (torch.ones(2), [torch.ones(3)])},
+        Boxed(torch.ones(2), ["x"]),
+    ):
+        pinned.clear()
+        found = Collated(0.0, (np.arange(2), batch)).pin_memory().read[1]
+        assert type(found) is type(batch) and repr(found) == repr(batch)
+        assert pinned == [2, 3][: 1 if isinstance(batch, Boxed) else 2]
 
 
 @pytest.mark.parametrize("begins", ["", "Caught RuntimeError in pin memory thread for device 0.\n"])

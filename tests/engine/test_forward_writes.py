@@ -343,9 +343,17 @@ class OwnModes(Writing):
         return self
 
 
-def test_evaluations_of_a_model_with_its_own_modes_hide_no_late_write(tmp_path: Path) -> None:
-    made = {"target": f"{__name__}:OwnModes", "args": writing("momentum_numpy", width=LARGE, late=4)["args"]}
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [("OwnModes", {}), ("Writing", {"ema": {"decay": 0.9, "evaluate": True}})],
+    ids=["modes", "ema"],
+)
+def test_evaluations_that_write_the_model_hide_no_late_write(
+    tmp_path: Path, model: str, more: dict[str, Any]
+) -> None:
+    made = {"target": f"{__name__}:{model}", "args": writing("momentum_numpy", width=LARGE, late=4)["args"]}
     keys: dict[str, Any] = {
+        **more,
         "batch_size": 10,
         "shards": 4,
         "workers": 2,

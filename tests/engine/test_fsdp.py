@@ -3,6 +3,7 @@
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from dp_ray.engine.recompute import blocks_by_class, choose_blocks
-from dp_ray.engine.sharded.state import casting_anew
+from dp_ray.engine.sharded.state import ShardedParts, casting_anew
 from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World, alone
 from dp_ray.errors import JobError
 from dp_ray.messages import Note
 from dp_ray.plan.order import Order
@@ -518,6 +520,16 @@ def test_workers_skip_the_updates_that_fp16_overflowed_in_one_workers_part(
     assert rates == [step["learning_rate"] for step in steps]
     assert len(set(rates)) < len(rates) - 3 and len(set(rates)) > 3, "some steps are skipped, and some are not"
     assert_close(tmp_path, model, [step["loss"] for step in steps], 1e-5)
+
+
+@pytest.mark.parametrize(("number", "skips"), [(1e20, False), (torch.inf, True), (torch.nan, True)])
+def test_fp16_skips_an_update_by_its_numbers_and_not_by_their_norm(number: float, skips: bool) -> None:
+    """The norm of four of 1e20 is no number of float32, and each worker has a norm of its own."""
+    parts: Any = ShardedParts.__new__(ShardedParts)
+    parts.sharded = SimpleNamespace(world=World())
+    with alone(needs_group=True):
+        *_, last = parts.to_unscale([torch.full((4,), number), torch.ones(2)])
+    assert bool(last.grad.isinf()) == skips
 
 
 class Casts(nn.Sequential):
