@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.driver.finish import PEAKS, peak_of, utilization
 from dp_ray.engine.clock import Flops
+from dp_ray.telemetry.utilization import PEAKS, peak_of, utilization
 from tests.support.group import run_group, weights_of
 from tests.support.training import Pairs
 from tests.support.trainings import job_of
