@@ -63,7 +63,8 @@ def check(case: dict[str, Any]) -> None:
             run_group(job, folder / "run", control)
         if case["bitwise"]:
             run_group(Job.make({**keys_of(case), "workers": 1}, "job"), folder / "one")
-            assert history_of(folder / "run") == history_of(folder / "one")
+            # As texts: a loss of no labels is NaN, which equals nothing.
+            assert repr(history_of(folder / "run")) == repr(history_of(folder / "one"))
         compare(case, folder / "run")
 
 
