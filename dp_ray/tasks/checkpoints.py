@@ -119,8 +119,9 @@ class Checkpointer(PieceKeeper):
             run.child(folder).create()
         extra, kept = ["epoch_loss", *job.eval_names], train_state.finished
         if context.held is not None and context.held.running is train_state:
+            self._saved = max(steps_of(run.child(CHECKPOINTS)), default=0)  # and not what this worker holds
             # A checkpoint of a step that only a lost worker has finished keeps its rows: a restart may read it.
-            kept = max(kept, *steps_of(run.child(CHECKPOINTS)), 0)
+            kept = max(kept, self._saved)
         pieces, mixture = run.child(HISTORY), mixture_of(training.source.dataset)
         self._history = History(
             *(pieces, split, trainer.measured, extra, kept),

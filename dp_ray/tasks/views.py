@@ -98,13 +98,19 @@ def keep(held: Held, training: Training) -> None:
 
 @contextmanager
 def holding(training: Training) -> Iterator[None]:
-    """Hold the training's state where the block ends since its group does."""
+    """Hold the training's state where the block ends since its group does, or before the group does.
+
+    Of workers that are through, one may still be lost: then the others keep what it was to keep.
+    """
+    held = training.context.held
     try:
         yield
     except (StopRequested, RuntimeError, WorkerError):
-        if training.context.held is not None:
-            keep(training.context.held, training)
+        if held is not None:
+            keep(held, training)
         raise
+    if held is not None:
+        keep(held, training)
 
 
 def hold_in_memory(context: Context) -> None:

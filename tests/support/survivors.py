@@ -23,6 +23,7 @@ import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dp_ray.cluster.group import VIEW_TIMEOUT
 from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
 from dp_ray.engine import world as engine_world
@@ -294,13 +295,15 @@ class _Parent:
     def look_at_stopped(self) -> None:
         """Go on without workers that are silent, and wake them up later."""
         now = time.monotonic()
-        for pipe, (silent, wakes) in list(self.stopped.items()):
+        silent = {self.pipes[pipe][1].name for pipe, (since, _) in self.stopped.items() if now >= since}
+        for pipe, (_, wakes) in list(self.stopped.items()):
             process, member = self.pipes[pipe]
-            if now >= silent and not self.membership.is_gone(member.name):
+            if member.name in silent and not self.membership.is_gone(member.name):
                 self.membership.break_up()
                 (self.plans / f"now-{self.membership.view.number}").touch()
-                if [one.name for one in self.membership.awaited()] == [member.name]:
-                    self.membership.exclude([member.name])
+                awaited = {one.name for one in self.membership.awaited()}
+                if awaited <= silent:  # all others have left
+                    self.membership.exclude(awaited)
             if now >= wakes and self.membership.is_gone(member.name):
                 with suppress(ProcessLookupError):  # it has woken up before, and ended
                     os.kill(process.pid, signal.SIGCONT)
@@ -378,7 +381,9 @@ def _run_views(
         control.view, rank, size, port = given
         is_whole, has_lost_peer = False, True
         try:
-            form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size))
+            form_group(
+                "gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size), within=VIEW_TIMEOUT
+            )
             job = job or pickled_copy(packed)
             run_task(job, World(rank, size), Storage(folder), send, control, held=held)
             pipe.send(("through", control.view))

@@ -72,6 +72,17 @@ def test_a_worker_is_killed_in_a_part_of_a_step(tmp_path: Path, part: str, slot:
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.parametrize("part", ["weights", "naming"])
+def test_what_is_not_kept_yet_is_kept_by_the_others_if_rank_0_dies_at_the_end(tmp_path: Path, part: str) -> None:
+    """The others have run all steps; they hold what they have trained, and no checkpoint does."""
+    keys: dict[str, Any] = {"checkpoint": {"every_steps": 99}, "eval": None}
+    expected = undisturbed(tmp_path, **keys)
+    told = run_surviving(made(workers=3, **keys), tmp_path / "run", [Fault(0, 14, part)])
+    assert told.views == [[0, 1, 2], [1, 2]]
+    assert max(step for slot, step in told.ran) == 14 and len(told.ran) == 3 * 15, "no step runs again"
+    assert_same(tmp_path / "run", expected)
+
+
 @pytest.mark.full(but=["faults1-False"])
 @pytest.mark.parametrize("bitwise", [True, False])
 @pytest.mark.parametrize("faults", [[Fault(0, 6, "update"), Fault(2, 6, "exchange")], [Fault(2, 6, "exchange")]])
