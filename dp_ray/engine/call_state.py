@@ -54,11 +54,11 @@ class CallState(State):
 
     def _remember(self, found: Mapping[str, torch.Tensor]) -> None:
         if found:
-            self._follow(found)
+            self.follow(found)
             self._values.update({self._indices[name]: value for name, value in found.items()})
 
     def _lose(self, names: Collection[str], raises: bool) -> None:
-        self._remember(self._values_of(names))
+        self._remember({name: self._plain[name].detach().clone() for name in names})
         super()._lose(names, False)  # the caller may need no other forward
 
     def load(self, indices: Sequence[int], values: Sequence[torch.Tensor], anew: bool) -> None:
@@ -74,8 +74,8 @@ class CallState(State):
                 self._values[index] = self.tensors[index].detach().clone()
         if indices:
             self.lost = {name: None for name in self.lost if self._indices[name] not in indices}
-            self._before = None
-            self._follow(())
+            self._watch.forget()
+            self.follow(())
 
     def _set(self, index: int, tensor: torch.Tensor) -> None:
         self.tensors[index] = tensor
@@ -119,8 +119,8 @@ class CallState(State):
         self._num_runs += 1
         self._is_early = self._num_runs <= EARLY
         if not self._is_early:
-            self._before = None
-        self._watched.note()
+            self._watch.forget()
+        self._watch.note()
 
     def _differing(self, and_others: bool = False) -> set[int]:
         """Return the indices of the tensors that differ from the caller's; `and_others`: or is in another tensor."""

@@ -5,17 +5,17 @@ Every shard starts from the same values (`State`). After a step of a training ev
 with nn.DataParallel (`StepState`). An evaluation or a prediction leaves no change (`EvalState`). The calls of a
 parallel module have the caller's (`engine/call_state.py`).
 
-Copies are made of buffers, and of each parameter that was seen to be written: it is followed from then on. Versions
-and addresses of all others show a write after each forward. It is an error if the value of before is lost. It is
-known if there was a copy: of the smallest parameters in the EARLY steps, of those that may be a momentum encoder's in
-the first forward. Around that one digests of all show what no version does; then the value is known too if `.data`
-was replaced. Later only checkpoints show it, of what is frozen.
+Three roles. `WriteWatch` of `tensors/changed.py` notices what a forward writes of parameters. `Writable` and `Copies`
+of `engine/buffers.py` hold the values from which each shard starts: of buffers, and of each parameter that was seen
+to be written, which is followed from then on. `State` acts on what is noticed, and `StepState` shares the values.
+
+It is an error if the value of before is lost. The watch knows it if there was a copy: of the smallest parameters in
+the EARLY steps, of those that may be a momentum encoder's in the first forward. Around that one it sees what no
+version shows. Later only checkpoints show that, of what is frozen.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -48,7 +48,7 @@ from dp_ray.engine.buffers import (
 from dp_ray.engine.world import everyone, gathered, has_peers, is_rank_0
 from dp_ray.errors import ModelError
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.changed import Before, Stamps, digests
+from dp_ray.tensors.changed import Stamps, WriteWatch, digests
 from dp_ray.tensors.files import is_sharded, local
 from dp_ray.text import listed
 
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from dp_ray.engine.sharded.state import BlockParameters
 
 EARLY = 3  # steps: a momentum encoder that is a copy of another begins to change in the second one
-EARLY_COPIES = 1 << 24  # bytes of the smallest parameters, of which early steps have a copy
 SMALL = 1 << 18  # bytes: to copy and to send them takes about as long as the smallest collective
 
 ADVICE = "write it in one of these too, or make it a buffer (register_buffer)"
@@ -76,7 +75,6 @@ class State:
     """
 
     _of_blocks: "BlockParameters | None" = None
-    _copies_twins = True  # before the first forward
     _first = f"first {EARLY} steps since the workers started"  # the forwards whose writes are looked at
 
     def __init__(self, model: nn.Module, beside: Roots = NONE, aligns: bool = False) -> None:
@@ -85,13 +83,11 @@ class State:
         self._parameters = dict(named_parameters_of(self._roots))
         self._plain = {name: parameter for name, parameter in self._parameters.items() if can_be_copied(parameter)}
         self._held = Writable(self._roots, aligns)
-        self._follow(self._always_followed())
+        self._watch = WriteWatch(self._plain)
+        self.follow(self._always_followed())
         self._start: Copies | None = None  # the values from which each shard starts
-        self._num_runs = 0  # of which early ones are looked at
-        self._is_early = True
-        self._before: Before | None = None  # in early runs
-        self._baseline: dict[str, int] | None = None  # digests of before the first forward, or when last compared
-        self._averages: list[str] | None = None  # what may be one, once there was a first forward
+        self._num_runs = 0
+        self._is_early = True  # and so looked at
         self.carried: Carried | None = None  # who looks at attributes in two runs
         self.lost: dict[str, None] = {}  # written so that it cannot be undone; of a trial, that is no error
 
@@ -106,27 +102,16 @@ class State:
         if sum(self._plain[name].nbytes for name in outside) <= SMALL:
             yield from outside
 
-    def _is_trained(self, name: str) -> bool:
-        return self._plain[name].requires_grad and not name.startswith(OUTSIDE)
-
-    def _follow(self, names: Iterable[str]) -> None:
-        """Copy these parameters from now on, and watch the others."""
-        known = {*self._held.followed, *names}
-        # In the model's order, and not in that of the writes: rank 0's values go to the others as they stand here.
-        followed = self._held.followed = {name: tensor for name, tensor in self._plain.items() if name in known}
-        self._watched = Stamps({name: tensor for name, tensor in self._plain.items() if name not in followed})
+    def _trained(self) -> set[str]:
+        """Return the names of what an optimizer trains, of which an average may be kept."""
+        return {name for name, tensor in self._plain.items() if tensor.requires_grad and not name.startswith(OUTSIDE)}
 
     def follow(self, names: Iterable[str]) -> None:
-        """Be told, between steps, what forwards write in a way that nothing shows, as a replayed CUDA graph does.
-
-        `names` are parameters: buffers are copied anyway. All workers call this alike, and look as in first steps.
-        """
-        self._remember(self._values_of(names))
-        self._num_runs, self._is_early = 0, True
-
-    def _values_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return copies of parameters that are not followed yet."""
-        return {name: self._plain[name].detach().clone() for name in names if name not in self._held.followed}
+        """Copy these parameters from now on, and watch the others; all workers call this alike, between steps."""
+        known = {*self._held.followed, *names}
+        # In the model's order, and not in that of the writes: rank 0's values go to the others as they stand here.
+        self._held.followed = {name: tensor for name, tensor in self._plain.items() if name in known}
+        self._watch.watch_all_but(known)
 
     def begin(self, num_runs: int) -> None:
         """Begin a step in which this worker runs so many shards."""
@@ -153,77 +138,37 @@ class State:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End it."""
-        if written := self._watched.written():
-            self._see(written, kind is None)
+        self._see(kind is None)
         if self._of_blocks is not None and kind is None:
             self._of_blocks.check()
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        small = self._smallest()
-        if self._before is None:
-            self._before = self._look(small)
+        self._watch.look(self._trained())
         is_right = False
         try:
             with nullcontext() if self._of_blocks is None else self._of_blocks.comparing():
                 yield
             is_right = True
         finally:
-            self._see([*self._before.written(self._plain), *self._watched.written()], is_right)
-            # Before the backward: so the copies of large ones are no more than its gradients.
-            self._before.look_at(small)
+            self._see(is_right)
         if self._of_blocks is not None:
             self._of_blocks.check()
         self._check_parameters()
         self._check_buffers()
 
-    def _look(self, small: Collection[str]) -> Before:
-        """Return what watched parameters hold: all of them in the first forward, then those that are copied."""
-        watched = self._watched.tensors
-        if self._averages is not None:
-            few = {name: watched[name] for name in (*small, *self._averages) if name in watched}
-            return Before(few, few)
-        twins = self._twins() if self._copies_twins else []
-        before = Before(watched, {*small, *twins})
-        if self._baseline is None:
-            self._baseline = before.digests
-        # The first write of an average that is a copy may not change it.
-        trained = {before.digests[name] for name in watched if self._is_trained(name)}
-        self._averages = [name for name in twins if before.digests[name] in trained]
-        return before
-
-    def _smallest(self) -> list[str]:
-        """Return the names of the smallest parameters that are not followed, of EARLY_COPIES bytes together."""
-        sizes = {name: tensor.nbytes for name, tensor in self._watched.tensors.items()}
-        names = sorted(sizes, key=sizes.__getitem__)
-        until = accumulate(sizes[name] for name in names)
-        return [name for name, size in zip(names, until, strict=True) if size <= EARLY_COPIES]
-
-    def _twins(self) -> list[str]:
-        """Return the names of the frozen parameters that may be a momentum encoder's: each is as one that is trained.
-
-        So their copies are no larger than the gradients.
-        """
-        trained = Counter(form_or_none(tensor) for name, tensor in self._plain.items() if self._is_trained(name))
-        names = []
-        for name, tensor in self._watched.tensors.items():
-            if not self._is_trained(name) and trained[form_or_none(tensor)]:
-                trained[form_or_none(tensor)] -= 1
-                names.append(name)
-        return names
-
-    def _see(self, written: Iterable[str], raises: bool) -> None:
+    def _see(self, raises: bool) -> None:
         """Follow what a forward has written; with `raises`, raise ModelError if a value of before is lost."""
-        new = dict.fromkeys(name for name in written if name not in self._held.followed)
-        values = {name: None if self._before is None else self._before.value(name) for name in new}
-        self._remember(present_in(values))
-        if lost := [name for name, value in values.items() if value is None]:
-            self._lose(lost, raises)
+        written = self._watch.written()
+        if written:
+            self._remember(present_in(written))
+            if lost := [name for name, value in written.items() if value is None]:
+                self._lose(lost, raises)
 
     def _remember(self, found: Mapping[str, torch.Tensor]) -> None:
         """Follow parameters from now on, of which these are the values from which each shard starts."""
         if found:
-            self._follow(found)
+            self.follow(found)
             if self._start is not None:
                 self._start.values.update(found)
 
@@ -291,21 +236,24 @@ class EvalState(State):
     `max_norm` its weight.
     """
 
-    _copies_twins = False
     _first = "first run of the model"
 
     def __init__(self, model: nn.Module, beside: Roots = NONE) -> None:
         super().__init__(model, beside)
         self._seen = _seen_in_eval.setdefault(model, {})
         self._is_early = tuple(beside) not in self._seen
-        self._follow(self._seen.get(tuple(beside), ()))
+        self.follow(self._seen.get(tuple(beside), ()))
         self._start = self._held.take(self._start)
+
+    def _trained(self) -> set[str]:
+        return set()  # so nothing large is copied: in eval mode no average is updated
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
         with super()._looking():
             yield
-        self._is_early, self._before = False, None
+        self._is_early = False
+        self._watch.forget()
         self._seen[tuple(self.beside)] = frozenset(self._held.followed)
 
     def put_back(self) -> None:
@@ -316,9 +264,9 @@ class EvalState(State):
     def check(self) -> None:
         """Raise ModelError if forwards have changed a parameter unseen; not if an earlier state had the first one."""
         self._check_buffers()
-        before = self._baseline or {}
-        unseen = {name: self._plain[name].detach() for name in before if name not in self._held.followed}
-        self._check_unseen(digests(unseen), before)
+        first = self._watch.first
+        unseen = {name: self._plain[name].detach() for name in first if name not in self._held.followed}
+        self._check_unseen(digests(unseen), first)
 
 
 class StepState(State):
@@ -343,6 +291,7 @@ class StepState(State):
             if (tensor := tensor_at(held, key)) is not None:
                 held[key] = aligned(tensor)  # alone in its memory then, as all are that are moved to a GPU
         self._of_blocks = of_blocks
+        self._baseline: dict[str, int] | None = None  # digests of before the first forward, or when last compared
         self._frozen = Stamps({})  # of the parameters that were frozen then
         self._changed: set[str] = set()  # non-persistent buffers
         self._shared = shared_in(self._held.buffers())
@@ -353,42 +302,43 @@ class StepState(State):
         self._kept: Copies | None = None  # the values of shard 0, once it has run
         self._is_alone = self._was_alone = True
         self._keeps_start = keeps_start
+        self._opened: Copies | None = None  # the values before the step, in which several passes may begin
         self.is_open = False  # a step has begun, and its update has not come
 
     def begin(self, num_runs: int) -> None:
-        """Begin a step in which this worker runs so many shards."""
+        """Begin a step, or a further pass of it, in which this worker runs so many shards."""
         self._kept = None
         self._is_alone = num_runs <= 1 and not self._has_peers
         self._was_alone = self._was_alone and self._is_alone
-        self.is_open = True
+        is_further, self.is_open = self.is_open and self._keeps_start, True
         if self._baseline is None:
             self.compare()
         held = self._held
         is_needed = num_runs > 1 or self._is_early or (self._keeps_start and (held.places or held.followed))
-        self._start = held.take(self._start) if is_needed else None
-        self._watched.note()
+        self._start = held.take(None if is_further else self._start) if is_needed else None
+        if not is_further:
+            self._opened = self._start
+        self._watch.note()
         if self._of_blocks is not None:
             self._of_blocks.note()
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run in the block what all workers call alike, and what it writes stays."""
-        if not self.beside:
-            yield
-            return
-        if not self._is_early:
-            self._watched.note()
-        with self.forward():
+        if self.beside and not self._is_early:
+            self._watch.note()
+        with self.forward() if self.beside else nullcontext():
             yield
 
     def _remember(self, found: Mapping[str, torch.Tensor]) -> None:
         super()._remember(found)
-        if self._kept is not None:
-            self._kept.values.update(found)
+        for copies in (self._kept, self._opened):
+            if copies is not None:
+                copies.values.update(found)
 
     def _lose(self, names: Collection[str], raises: bool) -> None:
         if self._is_alone:
-            self._follow(names)  # nobody needs what was before
+            self.follow(names)  # nobody needs what was before
         else:
             super()._lose(names, raises)
 
@@ -410,8 +360,10 @@ class StepState(State):
     def drop(self) -> None:
         """Set all to the values before a step that has begun and will not end; it must have kept them."""
         if self.is_open:
-            self._work = self._before = self._kept = None
+            self._work = self._kept = None
             self.is_open = False
+            self._watch.forget()
+            self._start = self._opened
             self.restore()
 
     def share(self) -> None:
@@ -438,7 +390,7 @@ class StepState(State):
         forms = forms_of(self._held.buffers()) if self._kept is None else self._kept.forms
         of_buffers = {name: forms[name] for name in self._held.places}
         everybodys = gathered((list(self._held.followed), of_buffers))
-        self._follow(name for names, _ in everybodys for name in names)
+        self.follow(name for names, _ in everybodys for name in names)
         self._forms = {**everybodys[0][1], **forms_of(self._held.followed)}
 
     def _of_rank_0(self) -> Copies:
@@ -476,7 +428,8 @@ class StepState(State):
             self._check_untrained()
         self._num_runs += ends_step
         self._is_early = self._num_runs < EARLY
-        self._before = self._kept = self._work = None
+        self._kept = self._work = None
+        self._watch.forget()
         return was_early
 
     def _check_untrained(self) -> None:
@@ -549,12 +502,12 @@ class StepState(State):
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned, once the model's state is loaded."""
-        self._follow(name for name in state.get("parameters", ()) if name in self._plain)
+        self.follow(name for name in state.get("parameters", ()) if name in self._plain)
         for name, value in state.get("buffers", {}).items():
             self._changed.add(name)
             if name in self._plain and self._plain[name].shape == value.shape:
                 self._plain[name].copy_(value)
-                self._follow([name])
+                self.follow([name])
                 continue
             if name not in self._held.places:
                 what = "job" if name.startswith(OUTSIDE) else "model"

@@ -98,25 +98,6 @@ def misfits(missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[st
     return "".join(f"; {kind}: {listed(names)}" for kind, names in kinds.items() if names)
 
 
-def loaded_of(
-    where: str,
-    own: Set[str],
-    weights: Mapping[str, Any],
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-    sizes: Mapping[str, str],
-) -> str:
-    """Say how many tensors of a model were loaded with `strict: false`, and which were not.
-
-    Raises ModelError if none was.
-    """
-    differences = misfits(missing, unexpected, sizes)
-    if own and not own - {*missing, *sizes}:
-        says = f"the weights of {where} have no tensor that fits this model by name and size"
-        raise ModelError(says + differences + _nested(weights))
-    return f"; loads {len(own) - len({*missing, *sizes} & own)} of {len(own)} tensors of the model{differences}"
-
-
 def advice_on(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any], advice: str) -> str:
     """Return what to do about weights that are not those of a model with the tensors `own`.
 
@@ -163,7 +144,11 @@ def load_weights(
     if is_strict or keys is None:
         return ""
     missing = [key for key in keys.missing_keys if key not in sizes]
-    return loaded_of(where, own.keys(), weights, missing, keys.unexpected_keys, sizes)
+    differences, loaded = misfits(missing, keys.unexpected_keys, sizes), own.keys() - {*missing, *sizes}
+    if own and not loaded:
+        says = f"the weights of {where} have no tensor that fits this model by name and size"
+        raise ModelError(says + differences + _nested(weights))
+    return f"; loads {len(loaded)} of {len(own)} tensors of the model{differences}"
 
 
 def check_all_tensors(model: nn.Module) -> None:

@@ -1,17 +1,19 @@
-"""Have these tensors changed? By cost, `Stamps`, `digests` and `bits_differ` tell it, `Before` also what they were.
+"""Have these tensors changed? By cost, `Stamps`, `digests` and `bits_differ` tell it; `WriteWatch`, what they were.
 
 Stamps are versions and addresses: they show each write but one in place to what `.data` gives, or numpy. Digests of
 the content show that too, and where there is a copy its bits do.
 """
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dp_ray.tensors.flat import as_bytes
+from dp_ray.tensors.flat import Form, as_bytes
 
 # `map` calls these for all tensors of a model in C.
 VERSION = operator.attrgetter("_version")
@@ -19,6 +21,7 @@ ADDRESS = torch.Tensor.data_ptr
 
 PIECE = 1 << 24  # bytes of a tensor whose digest is computed at once
 PIECE_ON_CPU = 1 << 18  # there they stay in a core's cache, and torch asks no other thread
+EARLY_COPIES = 1 << 24  # bytes of the smallest parameters, of which early forwards have a copy
 ODD = -0x61C8864680B583EB  # 2 ** 64 divided by the golden ratio: its bits look random
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
 
@@ -113,35 +116,104 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(BITS[tensor.dtype.itemsize])
 
 
-class Before:
-    """What parameters hold before a forward: digests of all, copies of some."""
+class WriteWatch:
+    """Notices what forwards write of parameters, and whether the values of before are known.
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], copied: Collection[str]) -> None:
+    `note`, or in the first forwards `look`, stands before a forward, and `written` after it. Stamps of all that is
+    `watched` show a write. What `look` has of before shows those too that no stamp does; then the value of before is
+    known if it has a copy, or if `.data` was replaced.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self.watch_all_but(())
+        self.first: dict[str, int] = {}  # digests of before the first forward
+        self._averages: list[str] | None = None  # what may be one, once there was a first forward
+        self.forget()
+
+    def watch_all_but(self, names: Collection[str]) -> None:
+        """Watch the parameters, as they are now, without these."""
+        self.watched = {name: tensor for name, tensor in self._parameters.items() if name not in names}
+        self._stamps = Stamps(self.watched)
+
+    def note(self) -> None:
+        """Look at stamps from here on."""
+        self._stamps.note()
+
+    def forget(self) -> None:
+        """Let go of what was before, at the end of a step."""
+        self._before: dict[str, torch.Tensor] = {}
+        self._digests: dict[str, int] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+        self._looked_at: Collection[str] = ()
+
+    def look(self, trained: Collection[str]) -> None:
+        """Know what a step's first forward finds: digests of all in the very first one, then of what has a copy.
+
+        Copies are made of the smallest, and of those that may be a momentum encoder's of what is `trained`.
+        """
+        self._small = self._smallest()
+        if self._before:
+            return
+        is_first = self._averages is None
+        twins = self._twins(trained) if self._averages is None else self._averages
+        copied = dict.fromkeys(name for name in (*self._small, *twins) if name in self.watched)
         # A forward that replaces a parameter's data leaves these tensors, and so the value of before, as they are.
-        self._tensors = {name: parameter.detach() for name, parameter in parameters.items()}
-        self.digests = digests(self._tensors)
-        self._copies = {name: self._tensors[name].clone() for name in copied}
-        self._looked_at: Collection[str] = self._tensors
+        self._before = {name: self.watched[name].detach() for name in (self.watched if is_first else copied)}
+        self._digests = digests(self._before)
+        self._copies = {name: self._before[name].clone() for name in copied}
+        self._looked_at = self._before
+        if is_first:
+            self.first = self._digests
+            # The first write of an average that is a copy may not change it.
+            values = {self.first[name] for name in trained if name in self.first}
+            self._averages = [name for name in twins if self.first[name] in values]
 
-    def written(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names of those whose content, size or dtype has changed."""
-        now = {name: parameters[name].detach() for name in self._looked_at}
-        found, forms = digests(now), {name: (each.shape, each.dtype) for name, each in self._tensors.items()}
-        return [
+    def _smallest(self) -> list[str]:
+        """Return the names of the smallest watched parameters, of EARLY_COPIES bytes together."""
+        sizes = {name: tensor.nbytes for name, tensor in self.watched.items()}
+        names = sorted(sizes, key=sizes.__getitem__)
+        until = accumulate(sizes[name] for name in names)
+        return [name for name, size in zip(names, until, strict=True) if size <= EARLY_COPIES]
+
+    def _twins(self, trained: Collection[str]) -> list[str]:
+        """Return the names of those that may be a momentum encoder's: each has the form of one that is trained.
+
+        So their copies are no larger than the gradients.
+        """
+        left = Counter(_form(self._parameters[name]) for name in trained)
+        names = []
+        for name, tensor in self.watched.items():
+            if name not in trained and left[_form(tensor)]:
+                left[_form(tensor)] -= 1
+                names.append(name)
+        return names
+
+    def written(self) -> dict[str, torch.Tensor | None]:
+        """Return what was written since the last look, each with its value of before; None if that is lost."""
+        found = self._stamps.written()
+        if not self._before:
+            return dict.fromkeys(found)
+        now = {name: self.watched[name].detach() for name in self._looked_at if name in self.watched}
+        contents = digests(now)
+        differ = [
             name
             for name, tensor in now.items()
-            if found[name] != self.digests[name] or (tensor.shape, tensor.dtype) != forms[name]
+            if contents[name] != self._digests[name] or _form(tensor) != _form(self._before[name])
         ]
+        values = {name: self._value(name) for name in (*differ, *found)}
+        # Before the backward: so the copies of large ones are no more than its gradients.
+        self._looked_at = self._copies = {name: self._copies[name] for name in self._small if name in self._copies}
+        return values
 
-    def value(self, name: str) -> torch.Tensor | None:
-        """Return the value of before; None if it is lost."""
+    def _value(self, name: str) -> torch.Tensor | None:
         if name in self._copies:
             return self._copies[name]
-        tensor = self._tensors.get(name)
-        if tensor is None or digests({name: tensor})[name] != self.digests[name]:
+        tensor = self._before.get(name)
+        if tensor is None or digests({name: tensor})[name] != self._digests[name]:
             return None
         return tensor.clone()
 
-    def look_at(self, names: Iterable[str]) -> None:
-        """Have copies of these parameters alone, if there are any, and look at them alone."""
-        self._looked_at = self._copies = {name: self._copies[name] for name in names if name in self._copies}
+
+def _form(tensor: torch.Tensor) -> Form:
+    return Form(tensor.shape, tensor.dtype)

@@ -155,11 +155,6 @@ class Stored:
             return self.whole()
         return self.rows(*rows_of_rank(self.shape[0], world_size, rank))
 
-    @torch.no_grad()
-    def copy_to(self, tensor: torch.Tensor, world_size: int, rank: int) -> None:
-        """Copy into `tensor` the part that this worker holds of it."""
-        local(tensor).copy_(self.like(tensor, world_size, rank))
-
 
 def in_memory(tensor: torch.Tensor) -> Stored:
     """Wrap a tensor that is in memory as if it were stored elsewhere."""

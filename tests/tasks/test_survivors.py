@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dp_ray.job.job import Job
+from tests.support import around
 from tests.support.group import history_of, run_group, weights_of
 from tests.support.loops import keys_of
 from tests.support.survivors import Fault, run_surviving
@@ -70,6 +71,18 @@ def test_a_worker_is_killed_in_a_part_of_a_step(tmp_path: Path, part: str, slot:
     told = run_surviving(job, tmp_path / "run", [Fault(slot, step, part)])
     assert len(told.groups) == (1 if part == "checkpoint" and slot == 1 else 2)
     assert_same(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize("part", ["backward", "exchange"])
+def test_what_a_loss_over_the_batch_has_written_is_undone_with_the_step(tmp_path: Path, part: str) -> None:
+    """The loss moves its centre before the shards run again, of which one does not end."""
+    case: dict[str, Any] = {"has": ["over", "moves"], "rows": 24, "batch_size": 6, "shards": 3, "optimizer": "SGD"}
+    case |= {"grad_clip": None, "bitwise": True, "kept": 99, "eval_rows": None, "processes": 0, "objects": False}
+    case |= {"loops": False, "step": None, "draws": None}
+    job = Job.make({**around.keys_of(case), "workers": 3}, "job")
+    told = run_surviving(job, tmp_path / "run", [Fault(0, 1, part), Fault(1, 5, part)])
+    assert len(told.views) == 3
+    around.compare(case, tmp_path / "run")
 
 
 @pytest.mark.parametrize("part", ["weights", "naming"])

@@ -3,7 +3,6 @@
 Begin at `build_sharded`. A model that would train otherwise once shards replace its parameters is refused, by name.
 """
 
-import functools
 import gc
 import itertools
 import weakref
@@ -31,7 +30,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.system.process import patched
 from dp_ray.system.threads import waiting
-from dp_ray.tensors.files import in_memory, is_sharded
+from dp_ray.tensors.files import in_memory, is_sharded, local
 from dp_ray.tensors.flat import as_bytes, from_bytes
 from dp_ray.text import listed
 
@@ -56,7 +55,13 @@ def build_sharded(job: Job, world: World, say: Callable[[str], None]) -> Sharded
     values = {name: tensor.detach() for name, tensor in _named(model)}
     replace_tensors(model, lambda tensor: tensor.detach().to(META) if isinstance(tensor, nn.Parameter) else tensor)
     root, current = shard_in_place(job, world, model)
-    replace_tensors(model, functools.partial(_with_memory, world.device, CPU if job.fsdp.offload else world.device))
+    device, of_shards = world.device, CPU if job.fsdp.offload else world.device
+
+    def with_memory(tensor: torch.Tensor) -> torch.Tensor:  # a buffer has its values already
+        at = of_shards if is_sharded(tensor) else device
+        return torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at)
+
+    replace_tensors(model, with_memory)
     for module in model.modules():
         if type(module).__setattr__ is not nn.Module.__setattr__:  # it notes its parameters, as an LSTM does
             for name, parameter in list(module._parameters.items()):
@@ -67,7 +72,7 @@ def build_sharded(job: Job, world: World, say: Callable[[str], None]) -> Sharded
     for name, tensor in _named(model):
         whole = values.pop(name)  # freed before the next one is received
         stored = in_memory(_from_rank_0(whole, world, current) if is_sent else whole)
-        stored.copy_to(tensor, world.world_size, world.rank)
+        local(tensor.detach()).copy_(stored.like(tensor, world.world_size, world.rank))
     sharded = Sharded(model, root, current, world, recasts(job))
     if sharded.replicated:
         sizes = [f"{name} ({parameter.nbytes} bytes)" for name, parameter in sharded.replicated.items()]
@@ -277,8 +282,7 @@ def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule
     policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # the root's inputs hold targets too
     root = fully_shard(Root(model), mp_policy=policy, **keys)
     if dtypes[0] is not None:
-        # The model's own inputs: its parameters are gathered in this dtype.
-        model.register_forward_pre_hook(functools.partial(_cast_floats, dtypes[0]), with_kwargs=True)
+        cast_inputs(model, dtypes[0])  # its parameters are gathered in this dtype
     # A group on the CPUs: to ask over GPUs would wait for the whole forward.
     current = FsdpRound(group=new_group("gloo") if is_gpu(world.device) else group)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
@@ -316,17 +320,15 @@ def _set_collectives(module: FSDPModule, job: Job, current: FsdpRound, name: str
         module.set_all_reduce_hook(scatter.alone)
 
 
-def _cast_floats(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return torch.utils._pytree.tree_map(
-        lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value,
-        (args, kwargs),
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have a model cast its own inputs."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: torch.utils._pytree.tree_map(cast, (args, kwargs)), with_kwargs=True
     )
-
-
-def _with_memory(device: torch.device, of_shards: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like one on the meta device, in memory of its device; a buffer with values, on its device."""
-    at = of_shards if is_sharded(tensor) else device
-    return torch.empty_like(tensor, device=at) if tensor.is_meta else tensor.to(at)
 
 
 def _from_rank_0(tensor: torch.Tensor, world: World, current: FsdpRound) -> torch.Tensor:

@@ -417,7 +417,9 @@ class ShardedParts:
             for gradient, parameter in zip(gradients, parameters, strict=True)
             if gradient.numel() and (is_first or id(parameter) not in whole)
         ]
-        total = total_norm(mine).to(device, torch.float64).square()
+        # In double precision: the workers' norms are squared and added.
+        norms = [norm.to(device, torch.float64) for norm in norms_of(mine)]
+        total = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)]).square().sum()
         with waiting("the other workers' norms"):
             dist.all_reduce(total, group=everyone())
         return total.sqrt().float()
