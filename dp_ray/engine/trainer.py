@@ -417,9 +417,8 @@ class Pass:
     ) -> Iterator[torch.Tensor]:
         """Run a shard's forward beside the reduction, on this worker alone; the block runs its loss's backward.
 
-        The forward runs in `around`. In the block, gradients are the shard's alone. After it gradients, state, random
-        numbers, and what requires a gradient are as before. Raises ModelError, which names step and shard, for user
-        errors.
+        The forward runs in `around`. In the block, gradients are the shard's alone. After it gradients, state, and
+        what requires a gradient are as before. Raises ModelError, which names step and shard, for user errors.
         """
         shard, parameters = loaded.shard, list(self.placement.model.parameters())
         before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]

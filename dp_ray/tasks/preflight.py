@@ -25,8 +25,8 @@ from dp_ray.engine.model import autocast
 from dp_ray.engine.prediction import Prediction
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Metrics, OnShard, StepEnd, StepOutput
-from dp_ray.engine.trainer import Pass, Trainer, TrainingStep
-from dp_ray.engine.user_code import locating, location
+from dp_ray.engine.trainer import Pass, Trainer
+from dp_ray.engine.user_code import ShardSize, advised, locating, location
 from dp_ray.engine.whole_batch import LEAVE_OUT, OF_ROWS, output_at
 from dp_ray.engine.world import CPU, broadcast, gathered, has_peers, is_rank_0, own_rank
 from dp_ray.errors import Error, JobError, ModelError
@@ -160,18 +160,13 @@ def before_training(answers: Answers, trainer: Trainer, steps: Iterator[LoadedSt
     counts = job.flops and not why_not
 
     def ask(first: LoadedShard) -> Facts:
-        shard = first.shard
-        # An error of memory says what to change, as in a step.
-        step = TrainingStep(
-            trainer, shard.step, LoadedStep(shard.step, [shard], [first], trainer.split.whole(shard.step))
-        )
-        trainer.step, step.running = step, step.loaded
-        facts = of_pass(gradient, first)
-        if counts:
+        shard, whole = first.shard, trainer.split.whole(first.shard.step)
+        with advised(job, f"step {shard.step}", ShardSize(shard.rows, whole.stop - whole.start, job.num_shards)):
+            facts = of_pass(gradient, first)
+            if not counts:
+                return facts
             run = lambda: _forward_backward(gradient, first)  # noqa: E731
-            facts = facts._replace(flops=counted_flops(run, shard.rows, job, placement.world.device))
-        trainer.step = None
-        return facts
+            return facts._replace(flops=counted_flops(run, shard.rows, job, placement.world.device))
 
     def asked() -> Iterator[Iterator[LoadedStep]]:
         facts, following = answers.ask("training", steps, ask)
