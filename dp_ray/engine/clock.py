@@ -115,18 +115,6 @@ class StepClock:
         return None
 
 
-class SilentClock(StepClock):
-    """A clock that measures nothing."""
-
-    def enter(self, part: Part) -> Part:
-        """Return the part itself."""
-        return part
-
-    def end_step(self, step: int, rows: int) -> list[TimedStep]:
-        """Return no steps."""
-        return []
-
-
 @dataclass(slots=True)
 class _Mark:
     """An event in the stream, and the part that ends there."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from dp_ray.engine.clock import SilentClock, StepClock
+from dp_ray.engine.clock import StepClock
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.user_code import ShardSize, locating, location, raise_advised, raise_located
 from dp_ray.errors import ModelError
@@ -85,7 +85,7 @@ class Replica:
     state: "State"
     work: Work | None = None
     forwards: Forwards = field(default_factory=Forwards)
-    clock: StepClock = field(default_factory=SilentClock)
+    clock: StepClock = field(default_factory=StepClock)
     of: str = ""
     after: Any = None
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.alignment import must_align
 from dp_ray.engine.average import EVALUATED, Average
-from dp_ray.engine.clock import Part, SilentClock, StepClock
+from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
 from dp_ray.engine.model import begin_to_train, has_own_modes, returning
@@ -81,7 +81,7 @@ class TrainedModel:
     ) -> None:
         job, world, model = placement.job, placement.world, placement.model
         self.placement, self.model, self.called = placement, model, placement.called
-        self.split, self.clock, self.watch = split, clock or SilentClock(), watch
+        self.split, self.clock, self.watch = split, clock or StepClock(), watch
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
         begin_to_train(model)
