@@ -85,14 +85,6 @@ class Findings(NamedTuple):
     gradient: ModulePlace | None
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite, as integers always are."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    numbers = tensor.detach()
-    return bool(torch.isfinite(numbers if numbers.layout is torch.strided else numbers.coalesce().values()).all())
-
-
 class NotFiniteFinder:
     """A search of a model's outputs, in the order in which its modules end, then of their gradients.
 
@@ -135,13 +127,13 @@ class NotFiniteFinder:
         for tensor in flatten(outputs)[0]:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if self.output is None and not is_finite(tensor):
+            if self.output is None and not_finite(tensor.detach()):
                 self.output = ModulePlace(name, kind, "output", self._shard)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._on_gradient, name, kind, "gradient of the output"))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, name: str, kind: str, what: str, gradient: torch.Tensor) -> None:
-        if self.gradient is None and not is_finite(gradient):
+        if self.gradient is None and not_finite(gradient):
             self.gradient = ModulePlace(name, kind, what, self._shard)
 
 
@@ -164,7 +156,7 @@ class StepInspection:
         self.prepare(step, whole)
         loaded = [part for part in step if only in (None, part.shard.shard)]
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        weights = next((name for name, tensor in named if not is_finite(tensor)), None)
+        weights = next((name for name, tensor in named if not_finite(tensor.detach())), None)
         finder, batch = NotFiniteFinder(self.model), None
         shards = []
         with finder.hooked():
