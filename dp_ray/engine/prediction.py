@@ -82,70 +82,53 @@ def predict(
     `torch.no_grad` and autocast are on while a shard runs, not while its outputs are taken. Let go of a shard before
     the next one is asked for: it holds the outputs. Raises ModelError, naming step and shard, if the model raises.
     """
-    runner = _Runner(prediction, replica, rows_of)
-    forwards, clock = prediction.forwards, prediction.clock
+    forwards, clock, job = prediction.forwards, prediction.clock, prediction.job
+    forward = prediction.forward(replica.model)
+    # Both can be entered again. It is no inference mode: there a model that turns gradients on, as for forces, raises
+    # an error or gets zeros. Converted weights are not kept: all of them would take half of the model's memory more.
+    no_grad, precision = torch.no_grad(), autocast(job.precision, prediction.device, keeps=False)
+
+    def run(shard: Shard, indices: Indices, batch: Any) -> PredictedShard:
+        try:
+            inputs, carried = split_passthrough(batch, indices)
+            with no_grad, precision:
+                clock.enter(Part.FORWARD)
+                outputs = replica.run(shard, forward, inputs)
+                clock.enter(Part.OUTPUTS)
+                kept = _with_columns(prediction.select(outputs, inputs, shard), shard, rows_of)
+            return PredictedShard(shard, indices, kept, carried)
+        except (RuntimeError, ModelError) as error:
+            replica.raise_advised(error, shard, job)
+
     dummies = None if forwards.are_collective else ()  # which need not be asked for in each step
     for loaded in map(forwards.begin, steps):
         for shard, indices, batch, _ in replica.rounds(loaded, dummies):
             if shard is None:  # the other workers need this one to gather parameters
                 clock.enter(Part.OTHER)
                 replica.restore()
-                with runner.no_grad, runner.precision:
-                    replica.run(None, runner.forward, batch)
+                with no_grad, precision:
+                    replica.run(None, forward, batch)
             else:
                 # No name holds the outputs: those that are not kept are freed before the next shard.
-                yield runner.run(shard, indices, batch)
+                yield run(shard, indices, batch)
         clock.enter(Part.OTHER)
         replica.restore()
         yield StepEnd(loaded.step)
-    with runner.no_grad, runner.precision:
+    with no_grad, precision:
         forwards.end()
 
 
-@dataclass(eq=False)
-class _Runner:
-    """Runs shards with a replica, and picks from their outputs what is kept.
+def _with_columns(kept: Any, shard: Shard, rows_of: Mapping[str, bool]) -> Any:
+    """Return outputs in which a list of texts is a column, if it has a row for each sample."""
+    if type(kept) is torch.Tensor:  # the usual case, without texts
+        return kept
 
-    A shard runs without gradients, and in the job's precision: in `no_grad` and `precision`. It is no inference mode:
-    there a model that turns gradients on, as for forces, raises an error or gets zeros. Converted weights are not
-    kept: all of them would take half of the model's memory once more.
-    """
+    def is_column(path: str, length: int) -> bool:
+        has_rows = rows_of.get(path, length == shard.rows)
+        if has_rows and length != shard.rows:
+            name = f"output {path!r}" if path else "the output"
+            raise ModelError(f"{name} is a list of {length} texts for {shard.rows} rows: give one text for each row")
+        return has_rows
 
-    prediction: Prediction
-    replica: Replica
-    rows_of: Mapping[str, bool]
-
-    def __post_init__(self) -> None:
-        self.no_grad = torch.no_grad()  # both contexts can be entered again
-        self.precision = autocast(self.prediction.job.precision, self.prediction.device, keeps=False)
-        self.forward, self._select = self.prediction.forward(self.replica.model), self.prediction.select
-
-    def run(self, shard: Shard, indices: Indices, batch: Any) -> PredictedShard:
-        """Run a shard, and pick from its outputs."""
-        try:
-            inputs, carried = split_passthrough(batch, indices)
-            with self.no_grad, self.precision:
-                return PredictedShard(shard, indices, self._run(inputs, shard), carried)
-        except (RuntimeError, ModelError) as error:
-            self.replica.raise_advised(error, shard, self.prediction.job)
-
-    def _run(self, inputs: Any, shard: Shard) -> Any:
-        clock = self.prediction.clock
-        clock.enter(Part.FORWARD)
-        outputs = self.replica.run(shard, self.forward, inputs)
-        clock.enter(Part.OUTPUTS)
-        selected = self._select(outputs, inputs, shard)
-        if type(selected) is torch.Tensor:  # the usual case, without texts
-            return selected
-
-        def is_column(path: str, length: int) -> bool:
-            has_rows = self.rows_of.get(path, length == shard.rows)
-            if has_rows and length != shard.rows:
-                name = f"output {path!r}" if path else "the output"
-                raise ModelError(
-                    f"{name} is a list of {length} texts for {shard.rows} rows: give one text for each row"
-                )
-            return has_rows
-
-        with locating(location(shard)):
-            return without_texts(selected, is_column)
+    with locating(location(shard)):
+        return without_texts(kept, is_column)

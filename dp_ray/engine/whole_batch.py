@@ -21,7 +21,7 @@ from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import Seed, ShardLoss
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of
+from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, what_it_is
 from dp_ray.engine.user_code import describe_compared, dtypes_and_sizes, reraise_as
 from dp_ray.engine.world import all_gather, everyone, gathered, has_peers
 from dp_ray.errors import JobError, ModelError
@@ -168,10 +168,9 @@ class MergedBatch:
         if isinstance(value, int | float):
             return torch.tensor(float(value), dtype=torch.float64)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            got = f"a tensor of size {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ModelError(
-                f"{what} returned {got} for the whole batch of {self.rows} rows; with over: batch it returns one "
-                "number, like a mean over them"
+                f"{what} returned {what_it_is(value)} for the whole batch of {self.rows} rows; with over: batch it "
+                "returns one number, like a mean over them"
             )
         return value.reshape(())
 
