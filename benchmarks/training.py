@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.turns import Baton, Loop, Turns, take_turns
-from dp_ray.engine.clock import SilentClock
+from dp_ray.engine.clock import Part, StepClock, TimedStep
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import CPU, World, form_group
 from dp_ray.job.job import Job
@@ -105,6 +105,18 @@ def job_of(model: str, keys: dict[str, Any], world: World) -> Job:
         },
         "benchmark",
     )
+
+
+class SilentClock(StepClock):
+    """A clock that measures nothing."""
+
+    def enter(self, part: Part) -> Part:
+        """Return the part itself."""
+        return part
+
+    def end_step(self, step: int, rows: int) -> list[TimedStep]:
+        """Return no steps."""
+        return []
 
 
 def unsplit(model: str, keys: dict[str, Any], world: World, control: StepControl) -> None:

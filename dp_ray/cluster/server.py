@@ -21,8 +21,7 @@ from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, send
 from dp_ray.cluster.group import leave_view, next_view, place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.internals.train_worker import messages
-from dp_ray.cluster.serving_messages import HasFormed, LeaveView, Serves
-from dp_ray.engine.ship import framed, unframed
+from dp_ray.cluster.serving_messages import HasFormed, LeaveView, Serves, framed, unframed
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.messages import Ending, Finished, WorkerExit

@@ -21,8 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from dp_ray.cluster.channel import receive
 from dp_ray.cluster.internals.train import why_failed
 from dp_ray.cluster.resources import resources_text
-from dp_ray.cluster.serving_messages import HasFormed, LeaveView, Serves
-from dp_ray.engine.ship import framed, unframed
+from dp_ray.cluster.serving_messages import HasFormed, LeaveView, Serves, framed, unframed
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, Interrupted, Note, Starting, Waits, error_of

@@ -3,8 +3,12 @@
 Both sides import this, but it imports nothing of Ray.
 """
 
+import pickle
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from dp_ray.engine.ship import IN_LINE_BYTES
 from dp_ray.tasks.wire import WorkerPlace
 
 
@@ -34,3 +38,28 @@ class HasFormed(NamedTuple):
     """Say why the group of the view of this number could not be formed; None if it was."""
 
     view: int
+
+
+def framed(value: Any) -> Any:
+    """Return a value as bytes, or as a list of bytes and large arrays, which Ray ships in little time.
+
+    Its classes must be ones that can be imported.
+    """
+    large: list[Any] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < IN_LINE_BYTES:
+            return True
+        large.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    head = pickle.dumps(value, 5, buffer_callback=is_small)
+    return [head, *large] if large else head
+
+
+def unframed(given: Any) -> Any:
+    """Return the value that was framed; its large arrays must not be written to."""
+    if isinstance(given, bytes):
+        return pickle.loads(given)
+    return pickle.loads(given[0], buffers=given[1:])

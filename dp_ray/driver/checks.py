@@ -11,7 +11,7 @@ from dp_ray.cluster.ray_version import check_ray
 from dp_ray.engine.devices import devices_here
 from dp_ray.engine.model import check_model
 from dp_ray.engine.optimizer import check_optimizer, check_scheduler
-from dp_ray.engine.prediction import check_after
+from dp_ray.engine.selection import check_after
 from dp_ray.errors import Error, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target

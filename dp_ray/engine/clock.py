@@ -115,18 +115,6 @@ class StepClock:
         return None
 
 
-class SilentClock(StepClock):
-    """A clock that measures nothing."""
-
-    def enter(self, part: Part) -> Part:
-        """Return the part itself."""
-        return part
-
-    def end_step(self, step: int, rows: int) -> list[TimedStep]:
-        """Return no steps."""
-        return []
-
-
 @dataclass(slots=True)
 class _Mark:
     """An event in the stream, and the part that ends there."""
@@ -255,6 +243,14 @@ class _OperationCounter(FlopCounterMode):
         super().__init__(display=False)
         self.mod_tracker = _OfNoModule()
 
+    def of_row(self, rows: int, job: "Job", device: torch.device) -> Flops:
+        """Return the operations of one of the `rows` rows that have run on the device."""
+        per_row = (self.get_total_flops() - self.repeated) / rows
+        if device.type != "cuda":
+            return Flops(per_row, device.type, job.precision)
+        takes_tf32 = job.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+        return Flops(per_row, torch.cuda.get_device_name(device), "tf32" if takes_tf32 else job.precision)
+
 
 @contextmanager
 def uncounted() -> Iterator[None]:
@@ -268,15 +264,11 @@ def uncounted() -> Iterator[None]:
             counter.repeated += counter.get_total_flops() - before
 
 
-def counted_flops(run: Callable[[], object], rows: int, job: "Job", device: torch.device) -> Flops:
-    """Count the operations of the matrix products and convolutions of `run`, which runs over `rows` rows."""
+@contextmanager
+def counting_flops(job: "Job") -> Iterator[_OperationCounter]:
+    """Count the operations of the matrix products and convolutions of the block."""
     # A compiled model's kernels cannot be counted; setting the stance imports the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
     counter = _OperationCounter()
     with patched(_OperationCounter, running=counter), eager, counter:
-        run()
-    per_row = (counter.get_total_flops() - counter.repeated) / rows
-    if device.type != "cuda":
-        return Flops(per_row, device.type, job.precision)
-    takes_tf32 = job.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    return Flops(per_row, torch.cuda.get_device_name(device), "tf32" if takes_tf32 else job.precision)
+        yield counter

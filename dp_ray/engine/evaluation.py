@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.buffers import modules_beside
-from dp_ray.engine.clock import Part, SilentClock, StepClock
+from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.model import autocast, evaluating
 from dp_ray.engine.placement import Placement
@@ -109,7 +109,7 @@ class Evaluation:
     states: Mapping[str, Any]
     placement: Placement
     over_batch: Mapping[str, Compare] = field(default_factory=dict)  # of the training, whose loss may have a state
-    clock: StepClock = field(default_factory=SilentClock)
+    clock: StepClock = field(default_factory=StepClock)
     named: NamedEval | None = None  # of a training
 
     def __post_init__(self) -> None:

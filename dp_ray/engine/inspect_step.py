@@ -75,22 +75,16 @@ class ShardFindings(NamedTuple):
 class Findings(NamedTuple):
     """The losses of some shards, and the first place of each kind that is not finite.
 
-    `weights` names a parameter or buffer of the state before the pass, `batch` the place in a shard's batch.
+    `loss` is the mean of the whole batch; None if not all of its shards were looked at. `weights` names a parameter
+    or buffer of the state before the pass, `batch` the place in a shard's batch.
     """
 
     shards: list[ShardFindings]
+    loss: float | None
     weights: str | None
     batch: str | None
     output: ModulePlace | None
     gradient: ModulePlace | None
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite, as integers always are."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    numbers = tensor.detach()
-    return bool(torch.isfinite(numbers if numbers.layout is torch.strided else numbers.coalesce().values()).all())
 
 
 class NotFiniteFinder:
@@ -135,13 +129,13 @@ class NotFiniteFinder:
         for tensor in flatten(outputs)[0]:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if self.output is None and not is_finite(tensor):
+            if self.output is None and not_finite(tensor.detach()):
                 self.output = ModulePlace(name, kind, "output", self._shard)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._on_gradient, name, kind, "gradient of the output"))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, name: str, kind: str, what: str, gradient: torch.Tensor) -> None:
-        if self.gradient is None and not is_finite(gradient):
+        if self.gradient is None and not_finite(gradient):
             self.gradient = ModulePlace(name, kind, what, self._shard)
 
 
@@ -164,16 +158,18 @@ class StepInspection:
         self.prepare(step, whole)
         loaded = [part for part in step if only in (None, part.shard.shard)]
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        weights = next((name for name, tensor in named if not is_finite(tensor)), None)
+        weights = next((name for name, tensor in named if not_finite(tensor.detach())), None)
         finder, batch = NotFiniteFinder(self.model), None
-        shards = []
+        shards, sums = [], torch.zeros_like(self._pass.stats.numbers)  # summed as in a step, for the same bits
         with finder.hooked():
             for part in loaded:
                 where = not_finite(part.batch) if batch is None else ""
                 if where:
                     batch = f"{where}, in shard {part.shard.shard}"
-                shards.append(self._shard(part, whole.rows, finder))
-        return Findings(shards, weights, batch, finder.output, finder.gradient)
+                shards.append(self._shard(part, whole.rows, finder, sums[part.shard.shard]))
+        total, weight, *_ = sums.sum(0).tolist()
+        loss = (total / weight if weight else math.nan) if only is None else None
+        return Findings(shards, loss, weights, batch, finder.output, finder.gradient)
 
     def prepare(self, step: Sequence[LoadedShard], whole: Shard) -> None:
         """Compute what the shards of a pass need from each other: the gradients of a loss over the batch."""
@@ -181,52 +177,43 @@ class StepInspection:
             return
         every = LoadedStep(whole.step, [part.shard for part in step], step, whole)
         size = ShardSize(step[0].shard.rows, whole.rows, self._job.num_shards)
-        with self.unchanged(), advised(self._job, f"step {whole.step}", size):
-            replica = self._pass.replica
-            self._loss.prepare(
-                replica, every, lambda value, _: torch.ones_like(value), self._number, self._pass.rows, False
-            )
+        replica, rows = self._pass.replica, self._pass.rows
+        state = EvalState(self.model, self._pass.state.beside)  # the loss may keep a state
+        try:
+            with state.forward(), advised(self._job, f"step {whole.step}", size):
+                self._loss.prepare(replica, every, lambda value, _: torch.ones_like(value), self._number, rows, False)
+            state.restore()
+        finally:
+            state.put_back()
 
     def forward(self, loaded: LoadedShard) -> None:
         """Run a shard's forward; the model stays as it is."""
         with self._pass.again(loaded, self._number):
             pass
 
-    def _shard(self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder) -> ShardFindings:
+    def _shard(
+        self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder, sums: torch.Tensor
+    ) -> ShardFindings:
+        """Return what is found in a shard; the first two of its `sums` become the sum and the weight of its loss."""
         shard = loaded.shard
         size = ShardSize(shard.rows, batch_rows, self._job.num_shards)
         before, around = finder.output, finder.forward(shard.shard)
         with advised(self._job, location(shard), size), self._pass.again(loaded, self._number, around) as loss:
             result = self._loss.result
+            assert result.row is not None
+            total, weight = map(float, result.row[:2])
+            sums[0], sums[1] = total, weight
             if isinstance(self._loss, BatchLoss):
                 norms = RowLosses(self._loss.row_norms(shard), OF_BATCH, float(self._loss.value or 0.0))
                 found = ShardFindings(loaded, norms, None)
             else:
-                assert result.row is not None
-                total, weight, *_ = result.row
                 losses = row_losses(self._job, result.step_output, shard.rows, self._pass.placement.world.device)
-                found = ShardFindings(loaded, losses, float(total) / float(weight) if weight else math.nan)
+                found = ShardFindings(loaded, losses, total / weight if weight else math.nan)
             if result.is_nothing:  # the weight is 0, so numbers that are not finite do not count
                 finder.output = before
             else:
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return found
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Run the block; then the model, and what is beside it, have the values and the gradients of before."""
-        state = EvalState(self.model, self._pass.state.beside)
-        held = [(parameter, parameter.grad) for parameter in self.model.parameters()]
-        for parameter, _ in held:
-            parameter.grad = None
-        try:
-            with state.forward():
-                yield
-            state.restore()
-        finally:
-            state.put_back()
-            for parameter, gradient in held:
-                parameter.grad = gradient
 
 
 @torch.no_grad()
@@ -326,7 +313,7 @@ class InspectedModel(LoopModel):
         found = super().gather(function, loaded, number)
         if self.looks:
             place = None if found is None else not_finite(found.outputs) or None
-            self.note(function, [], number, loaded, Findings([], None, place, None, None))
+            self.note(function, [], number, loaded, Findings([], None, None, place, None, None))
         return found
 
     def note(self, function: Any, of: list[str], number: int, loaded: LoadedStep, findings: Findings) -> None:

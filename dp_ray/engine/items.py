@@ -116,11 +116,6 @@ class PassthroughColumns:
     keys: tuple[str, ...]
     values: dict[int, list[Plain]]
 
-    def columns(self, indices: Iterable[int]) -> dict[str, list[Plain]]:
-        """Return for each key the values of these samples."""
-        rows = [self.values[index] for index in indices]
-        return {key: [row[number] for row in rows] for number, key in enumerate(self.keys)}
-
 
 class PassthroughBatch(NamedTuple):
     """A collated batch, and the carried values of its samples."""
@@ -169,7 +164,9 @@ def split_passthrough(batch: Any, indices: Indices) -> tuple[Any, dict[str, list
     """Return the batch alone, and for each carried key the values of the samples at these indices."""
     if not isinstance(batch, PassthroughBatch):
         return batch, {}
-    return batch.batch, batch.carried.columns(indices.tolist())
+    keys, values = batch.carried.keys, batch.carried.values
+    rows = [values[index] for index in indices.tolist()]
+    return batch.batch, {key: [row[number] for row in rows] for number, key in enumerate(keys)}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 
 from dp_ray.engine.alignment import aligned_batch, must_align
 from dp_ray.engine.bad_samples import BadSample, HungRead, Quarantine, Reference, bad_sample, choose_reference
-from dp_ray.engine.clock import Part, SilentClock, StepClock
+from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.host_copy import entered, side_stream
 from dp_ray.engine.items import PassthroughBatch, SampleReader, item_keys, passthrough_keys, whole_columns
 from dp_ray.engine.loader import Pieces, Samples, StepTimes, collate_of, make_loader, new_screen
@@ -347,7 +347,7 @@ def on_device(
         return loaded
     if device.type != "cuda":
         return (shard._replace(batch=moved_batch(shard.batch, device)) for shard in loaded)
-    return _copied_ahead(loaded, device, clock or SilentClock())
+    return _copied_ahead(loaded, device, clock or StepClock())
 
 
 def _copied_ahead(

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_ray.engine.clock import SilentClock
+from dp_ray.engine.clock import StepClock
 from dp_ray.engine.devices import input_device
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
@@ -235,7 +235,7 @@ class FakeShard:
         if job.task == "train":
             begin_to_train(model)
             loss = shard_loss(model, step, build_metrics(job)[0], job, world.device)
-            trained = Trained(loss, {}, [], None, StepState(model), SilentClock())
+            trained = Trained(loss, {}, [], None, StepState(model), StepClock())
             reduction = Reduction(trained) if sharded is None else ShardedReduction(trained, sharded, False)
 
             def train(is_last: bool) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from dp_ray.engine.clock import SilentClock, StepClock
-from dp_ray.engine.random import ForwardSeeds, preserved
+from dp_ray.engine.clock import StepClock
+from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.user_code import ShardSize, locating, location, raise_advised, raise_located
 from dp_ray.errors import ModelError
 from dp_ray.plan.split import Shard, Work
@@ -85,7 +85,7 @@ class Replica:
     state: "State"
     work: Work | None = None
     forwards: Forwards = field(default_factory=Forwards)
-    clock: StepClock = field(default_factory=SilentClock)
+    clock: StepClock = field(default_factory=StepClock)
     of: str = ""
     after: Any = None
 
@@ -143,12 +143,11 @@ class Replica:
     def again(self, loaded: "LoadedShard", run: Callable[[Any], T], number: int = 0) -> Iterator[T]:
         """Run a shard outside the steps: give what `run` returns for a copy of its batch, which it may write.
 
-        After the block random numbers and the state are as before.
+        After the block the state is as before. Random numbers are not: all code that draws them is seeded before.
         """
-        with preserved(self.device):
-            self.begin(2)
-            yield self.run(loaded.shard, run, copied(loaded.batch), number=number)
-            self.restore()
+        self.begin(2)
+        yield self.run(loaded.shard, run, copied(loaded.batch), number=number)
+        self.restore()
 
     def begin(self, num_runs: int, lacks_shard_0: bool = False) -> None:
         """Begin a step of a training, or a part of one, in which so many shards run.

@@ -125,31 +125,6 @@ class Shipment:
         return TypedStorage(wrap_storage=self.storages[number], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def framed(value: Any) -> Any:
-    """Return a value as bytes, or as a list of bytes and large arrays, which Ray ships in little time.
-
-    Its classes must be ones that can be imported.
-    """
-    large: list[Any] = []
-
-    def is_small(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < IN_LINE_BYTES:
-            return True
-        large.append(np.frombuffer(raw, np.uint8))
-        return False
-
-    head = pickle.dumps(value, 5, buffer_callback=is_small)
-    return [head, *large] if large else head
-
-
-def unframed(given: Any) -> Any:
-    """Return the value that was framed; its large arrays must not be written to."""
-    if isinstance(given, bytes):
-        return pickle.loads(given)
-    return pickle.loads(given[0], buffers=given[1:])
-
-
 def shipment(value: Any, base: Any) -> Shipment:
     """Pack an object for another process, by a subclass of cloudpickle's pickler. Raises what that raises."""
     storages = Apart()
@@ -254,22 +229,19 @@ class Apart:
         self.all: list[Any] = []
         self.indices: dict[int, int] = {}  # by identity
 
-    def index(self, value: Any) -> int:
+    def index(self, value: Any, identity: int | None = None) -> int:
         """Return an object's index; one that is not there yet gets the next one."""
-        return self._index(value, id(value))
+        index = self.indices.setdefault(id(value) if identity is None else identity, len(self.all))
+        if index == len(self.all):
+            self.all.append(value)
+        return index
 
     def storage(self, value: Any) -> tuple[str, int, torch.dtype | None] | None:
         """Return the name of the memory of tensors, each once: views of one stay views of one. None for all else."""
         if not isinstance(value, STORAGES):
             return None
         plain, dtype = (value._untyped_storage, value.dtype) if isinstance(value, TypedStorage) else (value, None)
-        return "storage", self._index(plain, plain._cdata), dtype
-
-    def _index(self, value: Any, identity: int) -> int:
-        index = self.indices.setdefault(identity, len(self.all))
-        if index == len(self.all):
-            self.all.append(value)
-        return index
+        return "storage", self.index(plain, plain._cdata), dtype
 
 
 def _elements(storage: UntypedStorage) -> np.ndarray[Any, Any]:
@@ -305,14 +277,10 @@ def reduced(value: Any) -> Any:
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def _hooks_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the dicts of a tensor's hooks, by their attribute; a handle of a hook refers to its dict."""
-    return {name: hooks for name in HOOKS if (hooks := getattr(tensor, name, None))} if tensor.is_leaf else {}
-
-
 def _tensor(tensor: torch.Tensor) -> Any:
     """Reduce a tensor: torch drops the hooks of each, and the class of a parameter."""
-    hooks = _hooks_of(tensor)
+    # The dicts of its hooks, by their attribute: a handle of a hook refers to its dict.
+    hooks = {name: own for name in HOOKS if (own := getattr(tensor, name, None))} if tensor.is_leaf else {}
     if type(tensor).__reduce_ex__ is nn.Parameter.__reduce_ex__:
         # Its attributes are set once it exists: they may refer to its module.
         state = (torch._utils._get_obj_state(tensor), hooks)  # type: ignore[no-untyped-call]

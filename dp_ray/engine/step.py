@@ -37,7 +37,7 @@ from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
-from dp_ray.job.targets import bind, bound, resolve
+from dp_ray.job.targets import bound, built, resolve
 from dp_ray.plan.mixture import LOSS_OF, Mixture
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
@@ -92,7 +92,7 @@ def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     """
     sees_all = is_over_batch(spec)
     if sees_all:
-        loss = bind("loss", spec)() if inspect.isclass(resolve("loss", spec)) else bound("loss", spec)
+        loss = built("loss", spec)
     else:
         loss = _from_target(spec, batch_dim) if isinstance(spec, Target) else _unreduced(spec, batch_dim)
     if isinstance(loss, nn.Module):
@@ -112,18 +112,17 @@ def _from_target(target: Target, batch_dim: int) -> Any:
     named = resolve("loss", target)
     if named in _AS_MODULES:
         return _from_target(Target(target=f"torch.nn:{_AS_MODULES[named]}", args=target.args), batch_dim)
-    args, is_class = dict(target.args), inspect.isclass(named)
+    args = dict(target.args)
     is_torchs = getattr(named, "__module__", "").startswith("torch.nn.")
     if is_torchs and "reduction" in inspect.signature(named).parameters:
         # A list of numbers is that of the classes' weights, which are no integers.
         lists = {name: value for name, value in args.items() if isinstance(value, list)}
         args |= {name: torch.tensor(value, dtype=torch.get_default_dtype()) for name, value in lists.items()}
-        if not is_class:
+        if not inspect.isclass(named):
             if args.get("reduction", "none") not in ("none", "mean"):
                 raise JobError(f"loss.args.reduction: {_means(args['reduction'])}")
             args["reduction"] = "none"
-    target = target.model_copy(update={"args": args})
-    return _unreduced(bind("loss", target)() if is_class else bound("loss", target), batch_dim)
+    return _unreduced(built("loss", target.model_copy(update={"args": args})), batch_dim)
 
 
 # The modules' means divide by the weights of the classes, and batchmean by the rows, so the functions must too.
@@ -290,14 +289,7 @@ def build_step(job: Job, world: World) -> Step:
             else:
                 outputs = call_model(model, inputs, job.call)
         except (Exception, SystemExit) as error:
-
-            def hint(error: BaseException) -> str:
-                known = mixed_devices(model, error) or shards_hint(error) or gradients_hint(error)
-                if not known and "Expected more than 1 value per channel" in str(error):  # of a BatchNorm
-                    known = "; this shard has one row: choose batch_size and shards so that each has two"
-                return known or keywords_hint(inputs, job.call, error) + describe_input(inputs)
-
-            raise_as(error, "model", hint)
+            raise_as(error, "model", functools.partial(model_hint, model, inputs, job.call))
         if has_several:
             target = beside(outputs, target)
         if loss is None:
@@ -346,12 +338,16 @@ def beside(outputs: Any, target: Any) -> Any:
     return target if device is None else moved_batch(target, device)
 
 
-def keywords_hint(inputs: Any, call: str, error: BaseException) -> str:
-    """Return a hint for a model that got one dict, if its forward takes the keys as keywords or fails on a dict."""
-    if call not in ("auto", "one") or not isinstance(inputs, Mapping):
-        return ""
-    is_of_dict = isinstance(error, TypeError) or f"{type(inputs).__qualname__!r} object" in str(error)
-    return "" if not is_of_dict else "; the model got one dict: to pass its keys as keywords, set call: kwargs"
+def model_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -> str:
+    """Return a hint for an error of a model: what to change, if that is known, else what it got."""
+    if known := mixed_devices(model, error) or shards_hint(error) or gradients_hint(error):
+        return known
+    if "Expected more than 1 value per channel" in str(error):  # of a BatchNorm
+        return "; this shard has one row: choose batch_size and shards so that each has two"
+    may_be_of_dict = isinstance(error, TypeError) or f"{type(inputs).__qualname__!r} object" in str(error)
+    if may_be_of_dict and isinstance(inputs, Mapping) and call in ("auto", "one"):
+        return f"; the model got one dict: to pass its keys as keywords, set call: kwargs{describe_input(inputs)}"
+    return describe_input(inputs)
 
 
 class Metrics:

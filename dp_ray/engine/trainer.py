@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.alignment import must_align
 from dp_ray.engine.average import EVALUATED, Average
-from dp_ray.engine.clock import Part, SilentClock, StepClock
+from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.gradient_hooks import check_sums_once
 from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
 from dp_ray.engine.model import begin_to_train, has_own_modes, returning
@@ -81,7 +81,7 @@ class TrainedModel:
     ) -> None:
         job, world, model = placement.job, placement.world, placement.model
         self.placement, self.model, self.called = placement, model, placement.called
-        self.split, self.clock, self.watch = split, clock or SilentClock(), watch
+        self.split, self.clock, self.watch = split, clock or StepClock(), watch
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
         begin_to_train(model)
@@ -417,9 +417,8 @@ class Pass:
     ) -> Iterator[torch.Tensor]:
         """Run a shard's forward beside the reduction, on this worker alone; the block runs its loss's backward.
 
-        The forward runs in `around`. In the block, gradients are the shard's alone. After it gradients, state, random
-        numbers, and what requires a gradient are as before. Raises ModelError, which names step and shard, for user
-        errors.
+        The forward runs in `around`. In the block, gradients are the shard's alone. After it gradients, state, and
+        what requires a gradient are as before. Raises ModelError, which names step and shard, for user errors.
         """
         shard, parameters = loaded.shard, list(self.placement.model.parameters())
         before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]

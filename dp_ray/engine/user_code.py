@@ -79,11 +79,10 @@ def loader_ended_error(pid: int | None = None, status: int | None = None) -> Dat
 
     A negative status is a signal's number.
     """
-    known = []
-    if pid is not None:
-        known.append(f"pid {pid}")
+    known = [] if pid is None else [f"pid {pid}"]
     if status is not None:
-        known.append(_signal_name(-status) if status < 0 else f"exit status {status}")
+        is_signal = -status in set(signal.Signals)
+        known.append(signal.Signals(-status).name if is_signal else f"exit status {status}")
     says = "a process of the loader has ended in the midst of its work" + (f" ({', '.join(known)})" if known else "")
     if status == -signal.SIGBUS:
         return DataError(f"{says}, as where there is no room for a batch: {Trouble.SHARED_MEMORY.remedy}; {FEWER}")
@@ -97,10 +96,6 @@ def loader_ended_error(pid: int | None = None, status: int | None = None) -> Dat
 
 FEWER = "take fewer loader.processes or a smaller loader.prefetch"
 OF_MEMORY = (signal.SIGKILL, signal.SIGTERM)  # of memory that is full, or near it
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def location(shard: Shard) -> str:
@@ -127,9 +122,8 @@ OF_SHARDS = (
 
 def shards_hint(error: BaseException) -> str:
     """Return a hint for code that meets the shards of parameters; else empty."""
-    if not any(word in str(error) for word in ("DTensor", "tensor subclass", "Sharding propagation")):
-        return ""
-    return OF_SHARDS
+    words = ("DTensor", "tensor subclass", "Sharding propagation")
+    return OF_SHARDS if any(word in str(error) for word in words) else ""
 
 
 def gradients_hint(error: BaseException) -> str:

@@ -21,13 +21,13 @@ from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.reduce import Seed, ShardLoss
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of
+from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, what_it_is
 from dp_ray.engine.user_code import describe_compared, dtypes_and_sizes, reraise_as
 from dp_ray.engine.world import all_gather, everyone, gathered, has_peers
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
-from dp_ray.job.targets import bound, build, keeps_state, resolve
+from dp_ray.job.targets import built, keeps_state
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
@@ -77,13 +77,10 @@ def built_metric(name: str, metric: Any) -> Any:
 
     Raises JobError if it cannot be built or called.
     """
-    if not isinstance(metric, Target):
-        return metric
-    where = f"metrics.{name}"
-    made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
-    if not callable(made) and not keeps_state(made):
-        raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
-    return made
+    found = built(f"metrics.{name}", metric)
+    if isinstance(metric, Target) and not callable(found) and not keeps_state(found):
+        raise JobError(f"metrics.{name}: must be a function of (outputs, target), got a {type(found).__qualname__}")
+    return found
 
 
 def row_dim(size: Sequence[int], batch_dim: int) -> int | None:
@@ -171,10 +168,9 @@ class MergedBatch:
         if isinstance(value, int | float):
             return torch.tensor(float(value), dtype=torch.float64)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            got = f"a tensor of size {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ModelError(
-                f"{what} returned {got} for the whole batch of {self.rows} rows; with over: batch it returns one "
-                "number, like a mean over them"
+                f"{what} returned {what_it_is(value)} for the whole batch of {self.rows} rows; with over: batch it "
+                "returns one number, like a mean over them"
             )
         return value.reshape(())
 

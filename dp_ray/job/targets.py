@@ -48,6 +48,12 @@ def bound(key: str, target: Any) -> Any:
     return functools.partial(function, **target.args) if target.args else function
 
 
+def built(key: str, target: Any) -> Any:
+    """Return what the job's `key` names: of any class an object, of a function itself with its args bound."""
+    is_class = isinstance(target, Target) and inspect.isclass(resolve(key, target))
+    return build(key, target) if is_class else bound(key, target)
+
+
 def check_args(key: str, target: Target) -> Any:
     """Return the function or class that the job's `key` names, whose args are right as far as is known uncalled.
 

@@ -39,10 +39,10 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils import _python_dispatch
 
-from dp_ray.engine.determinism import deterministic_algorithms, use_deterministic_algorithms
 from dp_ray.engine.user_code import free_memory
 from dp_ray.errors import is_installed
 from dp_ray.system.linux import SYSTEM_FOLDERS, cores, run_on
+from dp_ray.tasks.determinism import deterministic_algorithms, use_deterministic_algorithms
 
 _C: Any = torch._C
 _overrides: Any = torch.overrides

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.engine.determinism import deterministic
+from dp_ray.tasks.determinism import deterministic
 from dp_ray.tasks.isolation import UNKNOWN, Setting, settings_of_torch
 
 

@@ -67,7 +67,7 @@ def predict_outputs(context: Context) -> None:
                     keeper.end(step)
                 if not run.stops:
                     next(ran, None)  # past the last step, the parameters gathered for it are freed
-            for note in prediction.notes.take():
+            for note in prediction.select.take_notes():
                 context.send(Note(note))
             run.close()  # before the writer commits its last part: its times are kept with it
             control.through()  # writing the rest has no time limit

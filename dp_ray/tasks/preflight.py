@@ -11,13 +11,13 @@ the facts with the run, so that a run that goes on asks nothing again. What cont
 import hashlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from dp_ray.engine.clock import Flops, counted_flops
+from dp_ray.engine.clock import Flops, counting_flops
 from dp_ray.engine.evaluation import Evaluated, EvaluatedShard, Evaluation
 from dp_ray.engine.items import split_passthrough
 from dp_ray.engine.loading import LoadedShard, LoadedStep
@@ -25,8 +25,8 @@ from dp_ray.engine.model import autocast
 from dp_ray.engine.prediction import Prediction
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Metrics, OnShard, StepEnd, StepOutput
-from dp_ray.engine.trainer import Pass, Trainer, TrainingStep
-from dp_ray.engine.user_code import locating, location
+from dp_ray.engine.trainer import Pass, Trainer
+from dp_ray.engine.user_code import ShardSize, advised, locating, location
 from dp_ray.engine.whole_batch import LEAVE_OUT, OF_ROWS, output_at
 from dp_ray.engine.world import CPU, broadcast, gathered, has_peers, is_rank_0, own_rank
 from dp_ray.errors import Error, JobError, ModelError
@@ -160,18 +160,14 @@ def before_training(answers: Answers, trainer: Trainer, steps: Iterator[LoadedSt
     counts = job.flops and not why_not
 
     def ask(first: LoadedShard) -> Facts:
-        shard = first.shard
-        # An error of memory says what to change, as in a step.
-        step = TrainingStep(
-            trainer, shard.step, LoadedStep(shard.step, [shard], [first], trainer.split.whole(shard.step))
-        )
-        trainer.step, step.running = step, step.loaded
-        facts = of_pass(gradient, first)
-        if counts:
-            run = lambda: _forward_backward(gradient, first)  # noqa: E731
-            facts = facts._replace(flops=counted_flops(run, shard.rows, job, placement.world.device))
-        trainer.step = None
-        return facts
+        shard, whole = first.shard, trainer.split.whole(first.shard.step)
+        with advised(job, f"step {shard.step}", ShardSize(shard.rows, whole.stop - whole.start, job.num_shards)):
+            facts = of_pass(gradient, first)
+            if not counts:
+                return facts
+            with counting_flops(job) as counter, gradient.again(first) as loss:
+                loss.backward()  # type: ignore[no-untyped-call]
+            return facts._replace(flops=counter.of_row(shard.rows, job, placement.world.device))
 
     def asked() -> Iterator[Iterator[LoadedStep]]:
         facts, following = answers.ask("training", steps, ask)
@@ -180,11 +176,6 @@ def before_training(answers: Answers, trainer: Trainer, steps: Iterator[LoadedSt
 
     # Chained, so that later steps pass through no function of this module.
     return chain.from_iterable(asked()) if counts or job.loss_over_batch else steps
-
-
-def _forward_backward(a_pass: Pass, loaded: LoadedShard) -> None:
-    with a_pass.again(loaded) as loss:
-        loss.backward()  # type: ignore[no-untyped-call]
 
 
 def of_pass(a_pass: Pass, first: LoadedShard) -> Facts:
@@ -334,26 +325,20 @@ def before_prediction(
             replica.raise_advised(error, first.shard, job)
 
     def of_outputs(first: LoadedShard) -> Facts:
-        shard, flops, forward = first.shard, None, prediction.forward(replica.model)
-
-        def selected() -> Any:
-            with replica.again(first, forward) as outputs:
-                found = prediction.select(outputs, first.batch, shard)
-                with suppress(Error):  # of a class that cannot be made again
-                    found = in_own_memory(found)
-                return found
+        shard, forward = first.shard, prediction.forward(replica.model)
 
         def less(inputs: Any) -> Any:
             return without_texts(prediction.select.picked(forward(inputs), inputs, shard, None))
 
-        if why_not and not counts:
-            return Facts({}, None, _only_sizes(job, why_not) if shard.rows > 1 else ())
-        if counts:
-            made: list[Any] = []
-            flops = counted_flops(lambda: made.append(selected()), shard.rows, job, prediction.device)
-            outputs = made.pop()
-        else:
-            outputs = selected()
+        if why_not:
+            return Facts(says=_only_sizes(job, why_not) if shard.rows > 1 else ())
+        counting = counting_flops(job) if counts else nullcontext()
+        with counting as counter, replica.again(first, forward) as returned:
+            outputs = prediction.select(returned, first.batch, shard)
+            with suppress(Error):  # of a class that cannot be made again
+                outputs = in_own_memory(outputs)
+            del returned  # the shard runs once more
+        flops = None if counter is None else counter.of_row(shard.rows, job, prediction.device)
         texts, where = paths_of_texts(outputs), location(shard)
         with suppress(Error):
             outputs = without_texts(outputs, lambda path, length: shard.rows > 1 or length == 1)

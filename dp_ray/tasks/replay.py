@@ -22,7 +22,7 @@ from dp_ray.engine.inspect_step import (
     StepIsThrough,
 )
 from dp_ray.engine.loader import StepTimes
-from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
+from dp_ray.engine.loading import LoadedStep, Source, load_steps
 from dp_ray.engine.loop_model import LoopModel, name_of
 from dp_ray.engine.model import set_modes
 from dp_ray.engine.packing import rows_of_window
@@ -48,7 +48,6 @@ from dp_ray.tasks.own_loop import Loop, call_loop
 from dp_ray.tasks.preflight import Answers, before_training
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine
 from dp_ray.tasks.train import AfterStep, PlacedTraining
-from dp_ray.tensors.tree import copied
 from dp_ray.text import counted
 
 LINE_SECONDS = 10.0
@@ -85,19 +84,10 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
         begun = training.state.step
         loaded = _run_steps_before(training, history, choice.step)
         look = StepInspection(trainer.gradient)
-        loss = None
-        if choice.shard is None:
-            with look.unchanged():
-                copies = [LoadedShard(part.shard, part.indices, copied(part.batch)) for part in loaded.loaded]
-                again = TrainingStep(trainer, choice.step, loaded._replace(loaded=iter(copies)))
-                with trainer.advising():
-                    total, weight, *_ = map(float, again.backward(trainer.gradient))
-                trainer.optimizer_step.skip()
-                loss = total / weight if weight else float("nan")
         filled = [part for part in loaded.loaded if part.shard.rows]
         findings = look.find(filled, split.whole(choice.step), choice.shard)
         values = _values_of_step(training, choice, begun, history)
-        yield Rerun(Replayed(**values, loss=loss, **_looked(findings, dataset)), findings, look)
+        yield Rerun(Replayed(**values, loss=findings.loss, **_looked(findings, dataset)), findings, look)
 
 
 class LoopAgain(Loop):

@@ -16,7 +16,7 @@ from dp_ray.engine.replica import Replica
 from dp_ray.engine.user_code import error_text
 from dp_ray.engine.whole_batch import constants_of, row_dim
 from dp_ray.engine.world import passes
-from dp_ray.errors import ModelError
+from dp_ray.errors import ModelError, cause_of
 from dp_ray.job.job import Job
 from dp_ray.tensors.scatter import count_of, cut, gather, has_rows
 from dp_ray.tensors.tree import (
@@ -93,7 +93,7 @@ def tried(job: Job, replica: Replica, first: LoadedShard, run: Callable[[Any], A
             if passes(error):
                 raise
             what = f"one row less, {rows - 1}" if rows > 1 else "its row twice"
-            return error_text(f"with {what}, the model", _first_cause(error)).splitlines()[0]
+            return error_text(f"with {what}, the model", cause_of(error) or error).splitlines()[0]
 
     # A compiled model would be compiled once more; setting the stance imports the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
@@ -146,12 +146,6 @@ def _compared(outputs: Any, less: Any) -> dict[str, Less]:
 
 def _size_of(leaf: Any) -> Size:
     return (len(leaf.shapes),) if isinstance(leaf, Ragged) else tuple(leaf.shape)
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def check_sizes(found: Tried, rows: int, batch_dim: int, where: str, texts: Sequence[str]) -> None:

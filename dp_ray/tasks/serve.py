@@ -21,7 +21,6 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dp_ray.engine.call_state import CallState
-from dp_ray.engine.determinism import of_cublas
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.tree_sum import (
     Gradients,
@@ -47,6 +46,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tasks import shipped, wire
+from dp_ray.tasks.determinism import of_cublas
 from dp_ray.tasks.modes import Modes, as_on_caller, with_settings
 from dp_ray.tasks.shipped import Structure, TensorForm
 from dp_ray.tensors.flat import room, views

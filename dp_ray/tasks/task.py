@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from dp_ray.engine.determinism import deterministic, of_cublas
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.votes import StepControl
@@ -20,6 +19,7 @@ from dp_ray.messages import Note, Send
 from dp_ray.rundir.claim import kept_modes
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
+from dp_ray.tasks.determinism import deterministic, of_cublas
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
 from dp_ray.tasks.held import Held

@@ -15,7 +15,7 @@ from torch import nn
 
 from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.buffers import modules_beside
-from dp_ray.engine.clock import SilentClock
+from dp_ray.engine.clock import StepClock
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import LoadedStep, Pick, Source, find_reference, load_steps
 from dp_ray.engine.model import autocast, begin_to_train, evaluating
@@ -115,7 +115,7 @@ def _train(placement: Placement, data: Data) -> None:
     loss_of = shard_loss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
     trained = list(optimizer_step.trained.values())
     state = StepState(model, placement.parts())
-    parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), state, SilentClock())
+    parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), state, StepClock())
     reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
     beside = EvalState(nn.Module(), loss_of.beside)
     try:

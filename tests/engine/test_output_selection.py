@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.engine.prediction import chosen
+from dp_ray.engine.selection import chosen
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Outputs
@@ -379,9 +379,9 @@ def test_a_wrong_key_is_told(outputs: Any, says: str) -> None:
         ("torch:pi", "outputs.after: must be a function of the outputs, got a float"),
         (
             {"target": "tests.engine.test_output_selection:pooled", "args": {"skale": 2}},
-            "outputs.after: tests.engine.test_output_selection:pooled got an",
+            "outputs.after.args: tests.engine.test_output_selection:pooled takes no 'skale', but",
         ),
-        ({"target": "torch.nn:Softmax", "args": {"dimm": 2}}, "outputs.after: torch.nn:Softmax got an unexpected"),
+        ({"target": "torch.nn:Softmax", "args": {"dimm": 2}}, "outputs.after.args: torch.nn:Softmax takes no 'dimm'"),
         (Both(1, 2), "outputs.after: must be a function of the outputs, got a Both"),
     ],
 )

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_ray
+from dp_ray.cluster import serving_messages
 from dp_ray.cluster.own import OF_PROCESS
-from dp_ray.engine import ship
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, cause_of
 from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.tasks.wire import Forward, HeldBytes
@@ -413,7 +413,7 @@ def test_ctrl_c_between_two_sends_leaves_nobody_waiting(
 ) -> None:
     """Of the backward, whose sums all workers exchange: those with a message wait for those without."""
     module, inputs = nn.Linear(2, 3), torch.ones(9, 2)
-    output, framed, sends = parallel(module)(inputs).sum(), ship.framed, iter(range(1, 4))
+    output, framed, sends = parallel(module)(inputs).sum(), serving_messages.framed, iter(range(1, 4))
 
     def interrupted(message: Any) -> Any:
         if next(sends) == cut:
