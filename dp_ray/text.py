@@ -46,11 +46,6 @@ _VALUE = rf"""(?:(['"]){_NOTHING}[^'"\n]+\2|{_NOTHING}[^\s&,;'"()\[\]{{}}]+(?![\
 _ASSIGNED = re.compile(  # api_key=..., 'api_key': '...'
     rf"""(?<![\w.?&-])((?:[\w.-]*[._-])?{_KEY}(?:=|['"]\s*:\s*)){_VALUE}""", re.I
 )
-_NO_PORT_BEFORE = _NO_PORT.removesuffix(_FOLLOWED)
-_USER_BEFORE = re.compile(_USER.pattern.replace(_NO_PORT, _NO_PORT_BEFORE))
-_OPTION_BEFORE = re.compile(
-    r"""([?&]\w*(?:secret|password|token|signature|credential|access_key|account_key|sas)\w*=)[^&\s'"]*""", re.I
-)
 _HEADER = re.compile(r"""(\bAuthorization['"]?\s*[:=]\s*['"]?(?:Bearer|Basic|Token)\s+)[^\s'",]+""", re.I)
 
 
@@ -95,15 +90,6 @@ def _unused(key: str, taken: Mapping[Any, Any]) -> str:
     while shown in taken:
         shown, number = f"{key} ({number})", number + 1
     return shown
-
-
-def hide_in_as_before(value: Any) -> Any:
-    """Hide secrets as `hide_in` of earlier versions did: their runs are compared by it with a job."""
-    if isinstance(value, str):
-        return _OPTION_BEFORE.sub(r"\1(hidden)", _USER_BEFORE.sub("", value)) if "://" in value else value
-    if isinstance(value, Mapping):
-        return {key: hide_in_as_before(inner) for key, inner in value.items()}
-    return [hide_in_as_before(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 SHOWN = 8

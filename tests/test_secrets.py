@@ -15,7 +15,7 @@ from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.results.result import Result
 from dp_ray.storage import Storage
-from dp_ray.text import hide, hide_in, hide_in_as_before
+from dp_ray.text import hide, hide_in
 from dp_ray.trackers.feed import about_run
 from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
@@ -122,16 +122,6 @@ def test_keys_are_hidden_too_and_none_is_lost() -> None:
     told = {"s3://key:a@b": 1, "s3://key:c@b": 2, "api_key": "hush", "password": "", "secret": 3, 4: ["s3://k:x@y"]}
     shown = {"s3://b": 1, "s3://b (2)": 2, "api_key": "(hidden)", "password": "", "secret": 3, 4: ["s3://y"]}
     assert hide_in(told) == shown == hide_in(shown)
-
-
-def test_a_run_of_an_earlier_version_is_of_the_same_job() -> None:
-    """The fingerprint hashed what was hidden then."""
-    job = job_of("hush", dataset={"target": "a:c", "args": {"url": "https://h/x?sig=a", "see": "https://h: x"}})
-    before = job._hash(hide_in_as_before(job._with_secrets("0.1")), False)
-    assert before == "e0eee380353474762ed8a27d70ea5aaa53632e5c27c14b3f17f05819292c3115"
-    assert before != job.fingerprint() and job.has_fingerprint(before) and job.has_fingerprint(job.fingerprint())
-    other = job_of("hush", dataset={"target": "a:c", "args": {"url": "https://h/y?sig=a", "see": "https://h: x"}})
-    assert not other.has_fingerprint(before)
 
 
 MARK = "hush-7f3a"  # in each secret that is planted

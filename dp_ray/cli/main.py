@@ -7,7 +7,6 @@ import io
 import json
 import sys
 import traceback
-import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TextIO
@@ -26,9 +25,7 @@ from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
 from dp_ray.errors import BAD_JOB, ClusterLost, Error, exit_status_of, status_of_several
 from dp_ray.job.files import load_job, parse_counts
-from dp_ray.job.old_keys import OldKeyWarning
 from dp_ray.system.imports import collector_paused
-from dp_ray.system.process import patched
 from dp_ray.text import harmless, json_text
 
 _at_end = ExitStack()  # closed when the outcome has been said
@@ -36,15 +33,7 @@ _at_end = ExitStack()  # closed when the outcome has been said
 
 def main() -> None:
     """Run the program; its exit status is one of `dp_ray.errors.EXIT_STATUSES`."""
-    show = warnings.showwarning
-
-    def say_warning(text: Warning | str, kind: type[Warning], *where: Any) -> None:
-        if issubclass(kind, OldKeyWarning):
-            say(f"warning: {text}")  # the line of code where it arises tells a user nothing
-        else:
-            show(text, kind, *where)
-
-    with _at_end, patched(warnings, showwarning=say_warning):
+    with _at_end:
         try:
             cli(standalone_mode=False, complete_var=completion.VARIABLE)
         except click.exceptions.Exit as leaving:

@@ -12,7 +12,7 @@ from dp_ray.job.job import Job
 from dp_ray.messages import WorkerReady
 from dp_ray.monitor.console import Progress
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outputs.files import outputs_path, outputs_sha256, prove_outputs
+from dp_ray.outputs.files import outputs_sha256, prove_outputs
 from dp_ray.plan.split import Split
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.text import measured
@@ -21,7 +21,7 @@ from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import BEFORE_RETRY, FACTS
 from dp_ray.rundir.history import HISTORY, RECENT, best_of, is_of_many, merge_history, summary
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
-from dp_ray.rundir.ledger import FILES, LEDGER, PARTS
+from dp_ray.rundir.ledger import FILES, LEDGER, OUTPUTS, PARTS
 from dp_ray.rundir.listing import PROGRESS
 from dp_ray.rundir.quarantine import (
     QUARANTINE,
@@ -94,7 +94,7 @@ def result_of(
         quarantined=count_quarantined(storage),
         seconds=seconds,
         **_time_values(job, claimed, outside, starts_workers, monitor),
-        outputs_path=outputs_path(storage) if merged else None,
+        outputs_path=str(storage.child(OUTPUTS)) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=weights_path(storage) if trained else None,
         weights_sha256=weights_sha256(storage) if trained else None,

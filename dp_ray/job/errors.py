@@ -13,14 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from dp_ray.job.keys import TARGET as TARGET_TEXT
 from dp_ray.job.keys import Eval, JobKeys, Target, WorkerKeys
-from dp_ray.job.old_keys import OLD_KEYS
 from dp_ray.text import did_you_mean, hide
 
 # A line for each answer, which begins with dp_ray's key, and after "=" the names for it elsewhere.
 _TABLE = Path(__file__).with_name("other_names.txt").read_text()
 _LINES = [line.partition(" = ") for line in _TABLE.replace("\n    ", " ").strip().split("\n")]
 OTHER_NAMES = {name: answer for answer, _, names in _LINES for name in names.split()}
-OTHER_NAMES |= {key.name: f"{key.new}: the new name of {key.name}" for key in OLD_KEYS}
 SAMPLER = OTHER_NAMES["sampler"]
 # Inside a target: other names of `target` and `args`; any other key is taken for one of its args.
 TARGET = {

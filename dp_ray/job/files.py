@@ -20,7 +20,6 @@ from pydantic_core import core_schema
 from dp_ray.errors import JobError
 from dp_ray.job.args import inner_path
 from dp_ray.job.job import Job
-from dp_ray.job.old_keys import current, current_name
 from dp_ray.text import hide
 
 
@@ -38,10 +37,6 @@ def job_maker(path: str | Path) -> Callable[[Mapping[str, Any]], Job]:
     Both raise JobError, as `load_job`.
     """
     values = _read_yaml(Path(path))
-    try:
-        values = current(values)  # here, so that a sweep warns once of an old key
-    except JobError as error:
-        raise JobError(f"{path}: {error}") from None
 
     def make(overrides: Mapping[str, Any]) -> Job:
         try:
@@ -54,9 +49,8 @@ def job_maker(path: str | Path) -> Callable[[Mapping[str, Any]], Job]:
 
 def job_of(values: dict[str, Any], overrides: Mapping[str, Any], default_name: str) -> Job:
     """Return the job of these keys and values, with the dotted keys of `overrides` set in them."""
-    values = current(values)
     for key, value in overrides.items():
-        _lay_over(values, current_name(key).split("."), value)
+        _lay_over(values, key.split("."), value)
     return Job.make(values, default_name)
 
 

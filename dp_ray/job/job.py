@@ -26,9 +26,8 @@ from dp_ray.job.keys import (
     measured_by,
     named_evals,
 )
-from dp_ray.job.old_keys import current
 from dp_ray.plan.costs import profiled_of
-from dp_ray.text import counted, hide, hide_in, hide_in_as_before
+from dp_ray.text import counted, hide, hide_in
 
 LONGEST_NAME = 200  # of a run: systems of files have 255, and other files have the run's name and more
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
@@ -439,7 +438,6 @@ class Job(MeasuringKeys):
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
         """Return the job with these keys and values. Raises JobError, which lists every wrong key."""
-        values = current(values)
         named = {**values, "name": default_name if values.get("name") is None else values["name"]}
         for key in cls.TARGETED:
             if (args := named.pop(f"{key}_args", None)) is not None:
@@ -454,14 +452,10 @@ class Job(MeasuringKeys):
             raise JobError("\n".join(explain(error, named.get("workers")))) from None
 
     def describe(self, form: Form = "now") -> dict[str, Any]:
-        """Return the job as plain JSON values, without secrets, as this version or an earlier one.
+        """Return the job as plain JSON values, without secrets, as this version or 0.2 does.
 
         An object from Python that no import finds is shown as its type.
         """
-        hidden: dict[str, Any] = hide_in(self._with_secrets(form))
-        return hidden
-
-    def _with_secrets(self, form: Form) -> dict[str, Any]:
         described = functools.partial(describe_target, form=form)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
@@ -471,7 +465,8 @@ class Job(MeasuringKeys):
         values |= {key: described(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
             values["metrics"] = {name: described(metric) for name, metric in self.metrics.items()}
-        return {**values, "shards": "auto" if self.finds_shards else self.num_shards}
+        hidden: dict[str, Any] = hide_in({**values, "shards": "auto" if self.finds_shards else self.num_shards})
+        return hidden
 
     def __repr__(self) -> str:
         return hide(super().__repr__())
@@ -479,13 +474,10 @@ class Job(MeasuringKeys):
     def __str__(self) -> str:
         return hide(super().__str__())
 
-    def fingerprint(self, with_lengths: bool = False) -> str:
-        """Return a hash of every key that can change a step's result."""
-        return self._hash(self.describe(), with_lengths)
-
-    def _hash(self, described: Mapping[str, Any], with_lengths: bool) -> str:
-        left_out = set(() if with_lengths else self.LENGTHS)
-        kept = {key: value for key, value in that_count(described).items() if key not in left_out}
+    def fingerprint(self, form: Form = "now", with_lengths: bool = False) -> str:
+        """Return a hash of every key that can change a step's result, as this version or 0.2 makes it."""
+        left_out = () if with_lengths else self.LENGTHS
+        kept = {key: value for key, value in that_count(self.describe(form)).items() if key not in left_out}
         kept["inputs"] = "first" if self.gives_first else self.inputs
         kept["shuffle"] = self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
         kept["skip"] = self.skipped or None
@@ -504,13 +496,9 @@ class Job(MeasuringKeys):
     def has_fingerprint(self, fingerprint: str | None) -> bool:
         """Return whether a run or checkpoint with this fingerprint is of this job.
 
-        Version 0.2 hashed the types of all Python objects. Those before it also hid less, hashed the text of args
-        that are no plain values, and at first the lengths too.
+        Version 0.2 hashed the types of all Python objects.
         """
-        if fingerprint in (self.fingerprint(), self._hash(self.describe("0.2"), False)):
-            return True
-        before = hide_in_as_before(self._with_secrets("0.1"))
-        return fingerprint in (self._hash(before, False), self._hash(before, True))
+        return fingerprint in (self.fingerprint(), self.fingerprint("0.2"))
 
 
 def _described_eval(keys: Eval, dataset: Any) -> dict[str, Any]:

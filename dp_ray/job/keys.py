@@ -31,8 +31,8 @@ from dp_ray.job.args import DescribedArgs, describe_args, found_name, object_in
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
-# Whose form a description of a job has: this version's, or that of earlier ones, as their runs keep it.
-Form = Literal["now", "0.2", "0.1"]
+# Whose form a description of a job has: this version's, or that of 0.2, as its runs keep it.
+Form = Literal["now", "0.2"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 TargetText = Annotated[str, Field(pattern=f"^{TARGET.pattern}$")]
@@ -162,17 +162,14 @@ Targeted = Annotated[Any, target_parser(Target)]
 def describe_target(value: Any, form: Form = "now") -> Any:
     """Return a target as plain JSON values; an object from Python that no import finds is shown as its type.
 
-    Version 0.2 showed every class and function so, and 0.1 also kept args by their text.
+    Version 0.2 showed every class and function so.
     """
     if value is None:
         return None
     if not isinstance(value, Target):
         return f"<{_qualified(value)}>"
-    rest = value._described.values
-    if form == "0.1":
-        rest = value.model_dump(include=set(rest))
     is_told = value.is_told if form == "now" else value.is_named
-    return {"target": value.label if is_told else f"<{value.label}>", **rest}
+    return {"target": value.label if is_told else f"<{value.label}>", **value._described.values}
 
 
 class Compared(Target):

@@ -36,8 +36,6 @@ HELD_BYTES = 16 << 20  # of one leaf of one step; more of it is held on the loca
 PIECE = 1 << 20
 GROUP_BYTES = 8 << 20
 MANIFEST = "outputs_manifest.json"  # beside the folder, which polars cannot read if it holds any other file
-EARLIER_MANIFEST = "outputs/manifest.json"
-MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder
 BEGIN_ANEW = "make them alike, and run the job again with --overwrite (overwrite=True)"
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -446,7 +444,6 @@ def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> Non
         raise DataError(f"{run}: there are no outputs: all samples were set aside, see quarantine/")
     values = {"rows": sum(record.rows for record in records), "outputs_sha256": hash_of_steps(records)}
     MANIFEST_JSON.write(run, {**values, "files": [record.described() for record in records if record.rows]})
-    run.delete(EARLIER_MANIFEST)
 
 
 def check_files(run: Storage, records: Sequence[FileRecord], rows: int, missing: Collection[int] = ()) -> None:
@@ -489,7 +486,7 @@ def check_layouts(run: Storage, records: Sequence[FileRecord]) -> None:
 
 def names_so_far(run: Storage) -> list[str]:
     """Return the whole files of the outputs of a run that goes on, up to the first gap."""
-    if _manifest_of(run) or run.exists(MERGED):
+    if run.exists(MANIFEST):
         return file_names(run)
     records = ledger.records_in(ledger.committed(run))
     whole = [number for number in range(len(records)) if all(before in records for before in range(number + 1))]
@@ -501,23 +498,10 @@ def file_names(run: Storage) -> list[str]:
 
     Raises StorageError if the manifest is damaged.
     """
-    manifest = _manifest_of(run)
-    if manifest is None:
-        return [MERGED]
-    with damage_told(f"{run}/{manifest}"):
-        return [f"{OUTPUTS}/{file['name']}" for file in MANIFEST_JSON.read(run, manifest)["files"]]
-
-
-def outputs_path(run: Storage) -> str:
-    """Return the folder of the outputs, or the one file that an earlier version wrote."""
-    return str(run.child(OUTPUTS if _manifest_of(run) or not run.exists(MERGED) else MERGED))
+    with damage_told(f"{run}/{MANIFEST}"):
+        return [f"{OUTPUTS}/{file['name']}" for file in MANIFEST_JSON.read(run)["files"]]
 
 
 def outputs_sha256(run: Storage) -> str:
     """Return the hash of a finished run's outputs, as its manifest has it."""
-    return str(MANIFEST_JSON.read(run, _manifest_of(run) or MANIFEST)["outputs_sha256"])
-
-
-def _manifest_of(run: Storage) -> str | None:
-    """Return the name of a run's manifest, which earlier versions wrote into the folder; None if there is none."""
-    return next(filter(run.exists, (MANIFEST, EARLIER_MANIFEST)), None)
+    return str(MANIFEST_JSON.read(run)["outputs_sha256"])

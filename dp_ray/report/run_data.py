@@ -18,7 +18,6 @@ import pyarrow as pa
 import torch
 
 from dp_ray.engine.clock import PARTS
-from dp_ray.job.old_keys import of_a_run
 from dp_ray.outputs.columns import SAMPLE_INDEX, Layout, from_arrow
 from dp_ray.outputs.files import names_so_far
 from dp_ray.outputs.previews import read_previews
@@ -128,7 +127,7 @@ def read_run(run: Storage) -> RunData:
     with _problem_noted(data, "the result"):
         data.result = hide_in(RESULT_JSON.read(run))
     with _problem_noted(data, "the job"):
-        data.job = hide_in(of_a_run(RUN_JSON.read(run).get("job", {})))
+        data.job = hide_in(RUN_JSON.read(run).get("job", {}))
     with _problem_noted(data, "the state"):
         data.state = unfinished(run.location)
     with _problem_noted(data, "about.json"):

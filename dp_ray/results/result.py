@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dp_ray.errors import StorageError
-from dp_ray.outputs.files import names_so_far, outputs_path
+from dp_ray.outputs.files import names_so_far
 from dp_ray.outputs.read import Merged
 from dp_ray.records import damage_told
 from dp_ray.results.text import Table, measured
@@ -23,6 +23,7 @@ from dp_ray.rundir.content import check_fetched
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SHAPES, or_elsewhere, runs_there
 from dp_ray.rundir.history import read_history
 from dp_ray.rundir.incidents import read_interruption
+from dp_ray.rundir.ledger import OUTPUTS
 from dp_ray.rundir.quarantine import merged_positions
 from dp_ray.rundir.unfinished import unfinished
 from dp_ray.rundir.weights import BEST, EMA, read_weights, weights_path
@@ -254,7 +255,7 @@ def load(run_dir: str | Path) -> Result:
         raise StorageError(f"{run_dir}: holds no {RESULT}: {why}")
     with damage_told(f"{run_dir}/{RESULT}"):
         values = RESULT_JSON.read(storage)
-        values["outputs_path"] = outputs_path(storage) if values.pop("outputs") else None
+        values["outputs_path"] = str(storage.child(OUTPUTS)) if values.pop("outputs") else None
         values["weights_path"] = weights_path(storage) if values.pop("weights", None) else None
         values["best"] = with_best_weights(values.get("best"), storage)
         if values.get("ema"):

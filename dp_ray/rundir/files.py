@@ -23,7 +23,6 @@ from pyarrow import fs as pafs
 
 from dp_ray import __version__
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job.old_keys import of_a_run
 from dp_ray.records import IGNORE, Damaged, Record, T
 from dp_ray.rundir.numerics import Computed, Kind
 from dp_ray.storage import Storage, with_names
@@ -53,7 +52,6 @@ NAMED = {
     "weights.safetensors": "weights",
     "model.safetensors.index.json": "weights",
     "outputs": "outputs",
-    "outputs.parquet": "outputs",
 }
 LAST_END = "kuberay.json"  # how a job in Kubernetes has ended; of a bad job it is alone in the directory
 # What a run leaves that failed before a step was kept; files of the user's own are not among them.
@@ -115,11 +113,12 @@ SWEEP_JSON = Record[Sweep](Sweep, SWEEP, indent=2)
 
 
 def kept_job(run: Storage, noun: str) -> dict[str, Any]:
-    """Return the job of a run, with the keys' names of this version; raises JobError if there is no run."""
+    """Return the job of a run; raises JobError if there is no run."""
     claimed = RUN_JSON.read(run)
     if not claimed:
         raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}{or_elsewhere(run)}{runs_there(run)}")
-    return of_a_run(claimed["job"])
+    job: dict[str, Any] = claimed["job"]
+    return job
 
 
 def runs_there(run: Storage) -> str:

@@ -30,7 +30,6 @@ from dp_ray.job.files import differences
 from dp_ray.job.job import Job
 from dp_ray.results.compare import differing_keys
 from dp_ray.storage import Storage
-from dp_ray.tasks.checkpoints import check_updates, updates_of
 from dp_ray.tasks.replay import StepChoice
 from tests.support.builders import run_dir_of
 from tests.support.cluster import ROOT
@@ -199,42 +198,6 @@ def test_the_error_of_a_long_list_is_short(tmp_path: Path) -> None:
 def test_args_that_hold_themselves_are_an_error() -> None:
     with pytest.raises(JobError, match=r"dataset: .*args\.value\.0: holds itself"):
         job(value=itself())
-
-
-def before(**args: Any) -> dict[str, Any]:
-    """What the version before wrote of args: each object that JSON lacks as its text."""
-    said: dict[str, Any] = json.loads(json.dumps(args, default=str))
-    return said
-
-
-def test_a_run_that_the_version_before_began_goes_on(tmp_path: Path) -> None:
-    """The hash is what that version made of this job."""
-    base, made = Storage(str(tmp_path)), job(samples=torch.arange(3.0), when=datetime.date(2026, 1, 1), lr=0.1)
-    run_dir_of(base, made)
-    run = tmp_path / "job" / "run.json"
-    said = json.loads(run.read_text())
-    said["fingerprint"] = "c491a570db85b48c92f4e7f1e92c30e94087b2ac5652ae8266da867e30df5e44"
-    said["job"]["dataset"]["args"] = before(samples=torch.arange(3.0), when=datetime.date(2026, 1, 1), lr=0.1)
-    run.write_text(json.dumps(said))
-    assert run_dir_of(base, made).is_resumed
-    run.write_text(json.dumps(said))
-    with pytest.raises(JobError, match=r"different job \(dataset\.args\.lr: 0\.1 there, 0\.2 here\)"):
-        run_dir_of(base, job(samples=torch.arange(3.0), when=datetime.date(2026, 1, 1), lr=0.2))
-
-
-def test_a_checkpoint_of_the_version_before_goes_on_with_the_same_optimizer() -> None:
-    def trains(lr: float) -> Job:
-        optimizer = {"target": "torch.optim:Adam", "args": {"lr": torch.tensor(lr)}}
-        return Job.make(values(task="train", dataset="a:c", loss="a:d", optimizer=optimizer), "job")
-
-    told = {"optimizer": {"target": "torch.optim:Adam", "args": {"lr": "tensor(0.5000)"}, "groups": []}}
-    assert check_updates("it", {**told, "scheduler": None}, trains(0.5), "start anew") is None
-    with pytest.raises(JobError, match=r"optimizer\.args\.lr: 'tensor\(0\.5000\)' there"):
-        check_updates("it", {**told, "scheduler": None}, trains(0.25), "start anew")
-    with pytest.raises(
-        JobError, match=r"lr: '\(torch\) float32 \[\]: 0\.5, .* there, '\(torch\) float32 \[\]: 0\.25, "
-    ):
-        check_updates("it", updates_of(trains(0.5)), trains(0.25), "start anew")
 
 
 def test_differences_tell_apart_what_a_job_counts_as_two() -> None:

@@ -45,7 +45,6 @@ def told(**keys: Any) -> str:
         ("test", "eval.dataset"),
         ("resume", "init_from"),
         ("resume_from_checkpoint", "init_from"),
-        ("split", "device_map: the new name of split"),
         ("num_epochs", "epochs"),
         ("max_epochs", "epochs"),
         ("Max-Epochs", "epochs"),
@@ -107,7 +106,6 @@ def test_a_key_of_elsewhere_is_answered_with_the_key_here(name: str, key: str) -
         ({"checkpoint": {"save_top_k": 1}}, "checkpoint.save_top_k: is no key of a job; here it is checkpoint.keep"),
         ({"checkpoint": {"best": {"metric": "a", "monitor": "b"}}}, "here it is checkpoint.best.metric"),
         ({"model": {"target": "a:b", "params": {}}}, "model.params: is no key of a job; here it is model.args"),
-        ({"timeouts": {"room": 4}}, "timeouts.room: is no key of a job; here it is timeouts.capacity: the new name"),
         ({"workers": {"min_workers": 1}}, "workers.min_workers: is no key of a job; here it is workers.min"),
         ({"fsdp": {"block": "auto"}}, "fsdp.block: is no key of a job; did you mean fsdp.blocks?"),
         (

@@ -34,7 +34,6 @@ NEW_IN_0_3 = [
     "timeouts.rejoin: not set there, 10 here",
 ]
 NEW: dict[str, list[str]] = {
-    "90f781f": ["strict: not set there, True here", "bucket_cap_mb: not set there, None here", *NEW_IN_0_3],
     "0.2.0": NEW_IN_0_3,
 }
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
@@ -56,7 +55,6 @@ def test_an_old_job_file_is_the_same_job(path: Path) -> None:
 
 # What each version made of the job below.
 OF_OBJECTS = {
-    "90f781f": ("4c0cb31d670185497b9b142f0e71359a8f9f4261776d079c893f949d66e76115", "tensor(0.5000)"),
     "0.2.0": (
         "264f97780eebe5d9a307381c6ba6b4c32135a859e4c78d78aa2247ba6827fd23",
         "(torch) float32 []: 0.5, sha256 d99e58435243d9fef9c88273b8d553b4",
@@ -66,7 +64,7 @@ OF_OBJECTS = {
 
 @pytest.mark.parametrize("version", OF_OBJECTS)
 def test_an_old_run_of_classes_and_functions_is_of_the_same_job(version: str) -> None:
-    """Those versions kept the name of each as a type's, `<module:Class>`."""
+    """That version kept the name of each as a type's, `<module:Class>`."""
 
     def job_of(lr: float) -> Job:
         keys = {"model": {"target": training.mlp, "args": {"dropout": 0.5}}, "dataset": training.Pairs}

@@ -1,5 +1,5 @@
 # sh make.sh TREE OUT: begin the runs of tests/data with the version in TREE, and kill them; OUT/runs has them.
-# TREE is `git archive` of a commit: 90f781f, or 059eb0e for 0.2.0; an older one needs tests/support/old_runs.py too.
+# TREE is `git archive` of a commit: 059eb0e for 0.2.0.
 # make_jobs.py makes jobs/ and jobs.json beside them.
 # Then: without report.html, with /home/user/made in place of OUT and /home/user/dp_ray in place of TREE in the JSON files.
 TREE=$1 OUT=$2; cd $TREE; export PYTHONPATH=$TREE; PY=${PYTHON:-python3}

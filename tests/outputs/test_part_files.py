@@ -28,14 +28,9 @@ from dp_ray.outputs import files as output_files
 from dp_ray.outputs import parts
 from dp_ray.outputs import read as merged
 from dp_ray.outputs.files import (
-    MANIFEST,
     OpenFile,
     drop_lost,
-    file_names,
-    names_so_far,
-    outputs_path,
     outputs_sha256,
-    prove_outputs,
 )
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
@@ -562,20 +557,6 @@ def test_the_files_open_in_pandas_polars_and_duckdb(tmp_path: Path, files: int) 
     assert [list(row) for row in table["wide"].to_list()] == wide
     rows = duckdb.execute(f"select sample_index, wide, \"inner.0\" from '{tmp_path / OUTPUTS}/*.parquet'").fetchall()
     assert rows == [(sample, row, 2 * sample) for sample, row in zip(samples, wide, strict=True)]
-
-
-def test_outputs_with_an_earlier_versions_manifest_are_read_and_merged_anew(tmp_path: Path) -> None:
-    run = Storage(str(tmp_path))
-    run_workers(run, Split(30, 10, 4), SHUFFLED, 2, files=3)
-    merge_six(run)
-    content = (tmp_path / MANIFEST).read_text()
-    (tmp_path / MANIFEST).rename(tmp_path / OUTPUTS / "manifest.json")
-    assert len(Merged.of(run).names) == 3 and outputs_path(run) == str(tmp_path / OUTPUTS)
-    assert Merged.of(run).sample_index().tolist() == SHUFFLED.indices(0, 30).tolist()
-    assert len(outputs_sha256(run)) == 64 and names_so_far(run) == file_names(run)
-    prove_outputs(run, 30)
-    assert (tmp_path / MANIFEST).read_text() == content
-    assert not (tmp_path / OUTPUTS / "manifest.json").exists()
 
 
 def odd(samples: torch.Tensor) -> dict[str, torch.Tensor]:

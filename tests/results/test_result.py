@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.messages import Sizes
-from dp_ray.outputs.files import MANIFEST
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import FilePlan, Split, Work
 from dp_ray.results.result import Result, load
@@ -154,20 +152,6 @@ def test_outputs_that_are_gone_are_an_error_that_names_them(result: Result) -> N
     (Path(result.run_dir) / "outputs" / "00000-of-00001.parquet").unlink()
     with pytest.raises(StorageError, match=r"00000-of-00001\.parquet"):
         _ = load(result.run_dir).outputs
-
-
-def test_the_one_file_of_an_earlier_version_is_read(result: Result) -> None:
-    folder = Path(result.run_dir)
-    (folder / "outputs" / "00000-of-00001.parquet").rename(folder / "outputs.parquet")
-    shutil.rmtree(folder / "outputs")
-    (folder / MANIFEST).unlink()
-    path = folder / RESULT
-    path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": f"{folder}/outputs.parquet"}))
-    found = load(folder)
-    assert found.outputs_path == f"{folder}/outputs.parquet"
-    assert torch.equal(found.outputs, OUTPUTS) and torch.equal(found.outputs_so_far, OUTPUTS)
-    assert found.sample_index.tolist() == list(range(10))
-    assert [batch.tolist() for batch in found.batches()] == [batch.tolist() for batch in torch.split(OUTPUTS, 6)]
 
 
 def expected_reports() -> list[ShardReport]:

@@ -11,7 +11,6 @@ import torch
 import dp_ray
 from dp_ray.errors import JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job.job import Job
-from dp_ray.outputs.files import MERGED
 from dp_ray.rundir import files
 from dp_ray.rundir.checkpoint import CHECKPOINTS
 from dp_ray.rundir.claim import Replace, Wanted, check_claim, check_shared
@@ -155,7 +154,7 @@ def test_no_advice_names_overwrite_without_what_it_deletes(tmp_path: Path) -> No
 
 def test_the_files_that_overwrite_deletes_are_those_that_runs_keep() -> None:
     assert {CHECKPOINTS, PARTS} == files.COUNTED.keys()
-    assert {HISTORY, METRICS, WEIGHTS, INDEX, OUTPUTS, MERGED} == files.NAMED.keys()
+    assert {HISTORY, METRICS, WEIGHTS, INDEX, OUTPUTS} == files.NAMED.keys()
 
 
 def resumed(tmp_path: Path, began: dict[str, Any], **here: Any) -> Job:
