@@ -3,8 +3,6 @@
 `modes_of` reads them, and `as_on_caller` sets them on a worker; of a run `script_modes` and `as_in_script` do.
 """
 
-import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 from dp_ray.tasks.determinism import deterministic
-from dp_ray.tasks.isolation import UNKNOWN, Setting, settings_of_torch
+from dp_ray.tasks.settings import OF_SCRIPT, PRECISION, UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -30,33 +28,13 @@ class Modes:
     is_inference: bool
     autocast: Mapping[str, torch.dtype]
     default_dtype: torch.dtype
-    precision: tuple[Any, ...]  # of matrix products and convolutions: values of `precision`
+    precision: tuple[Any, ...]  # of matrix products and convolutions: the values of PRECISION
     threads: int | None  # torch's, with `bitwise`
-
-
-@functools.cache
-def precision() -> tuple[Setting, ...]:
-    """Return torch's settings of how precisely products and convolutions are computed, and whether kernels are timed.
-
-    `Modes.precision` has their values, in this order, which is that in which they are to be set.
-    """
-    named = ("float32_matmul_precision", "fp32_precision", "cudnn_benchmark")
-    _C: Any = torch._C
-    # The older interface comes before the newer one: what it sets, the newer one tells as well.
-    older = Setting("cudnn_allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32)
-    return older, *(setting for setting in settings_of_torch() if setting.name.startswith(named))
-
-
-@functools.cache
-def _of_script() -> tuple[Setting, ...]:
-    """Return the settings that a job has from the script, in the order in which they are to be set."""
-    named = ("default_dtype", "deterministic_algorithms", "anomaly", "flush_denormal")
-    return (*precision(), *(setting for setting in settings_of_torch() if setting.name in named))
 
 
 def script_modes() -> dict[str, Any]:
     """Return what this process has set, as a run keeps it."""
-    return {setting.name: _told(setting.read()) for setting in _of_script()}
+    return {setting.name: _told(setting.read()) for setting in OF_SCRIPT}
 
 
 def _told(value: Any) -> Any:
@@ -73,18 +51,17 @@ def as_in_script(kept: Mapping[str, Any]) -> Iterator[None]:
     A setting that the block changes is the block's.
     """
     changed = []
-    for setting in _of_script():
+    for setting in OF_SCRIPT:
         value, before = kept.get(setting.name, UNKNOWN), setting.read()
-        if setting.set is not None and value not in (UNKNOWN, _told(before)):
-            with contextlib.suppress(RuntimeError):  # this build of torch may not know the script's
-                setting.set(_meant(value, before))
-                changed.append((setting, before, value))
+        if value not in (UNKNOWN, _told(before)):
+            setting.put(_meant(value, before))
+            changed.append((setting, before, value))
     try:
         yield
     finally:
         for setting, before, value in changed:
-            if setting.set is not None and _told(setting.read()) == value:
-                setting.set(before)
+            if _told(setting.read()) == value:
+                setting.put(before)
 
 
 def _meant(told: Any, before: Any) -> Any:
@@ -109,7 +86,7 @@ def modes_of(module: nn.Module, tensors: Sequence[torch.Tensor], threads: int | 
         is_inference,
         autocast,
         torch.get_default_dtype(),
-        tuple(setting.read() for setting in precision()),
+        tuple(setting.read() for setting in PRECISION),
         threads,
     )
 
@@ -131,7 +108,7 @@ def as_on_caller(modes: Modes) -> Iterator[None]:
 @contextmanager
 def with_settings(modes: Modes) -> Iterator[None]:
     """Run the block under the settings that concern a backward too."""
-    dtype, precisely = torch.get_default_dtype(), tuple(setting.read() for setting in precision())
+    dtype, precisely = torch.get_default_dtype(), tuple(setting.read() for setting in PRECISION)
     try:
         torch.set_default_dtype(modes.default_dtype)
         _set_precision(precisely, modes.precision)
@@ -143,8 +120,6 @@ def with_settings(modes: Modes) -> Iterator[None]:
 
 
 def _set_precision(before: Sequence[Any], values: Sequence[Any]) -> None:
-    if before != values:
-        for setting, value in zip(precision(), values, strict=True):
-            if setting.set is not None and value != UNKNOWN and setting.read() != value:
-                with contextlib.suppress(RuntimeError):  # this build of torch may not know the caller's
-                    setting.set(value)
+    if before != values:  # most calls have those of the worker
+        for setting, value in zip(PRECISION, values, strict=True):
+            setting.put(value)

@@ -21,10 +21,6 @@ from torch import nn
 from tests.support.models import Rows
 
 
-def hook(*_: Any) -> None:
-    """A hook that does nothing."""
-
-
 class Messy(nn.Module):
     """A model that changes all settings of its process that it can reach."""
 
@@ -37,7 +33,6 @@ class Messy(nn.Module):
         warnings.filterwarnings("ignore", message="of the messy model")
         logging.getLogger().setLevel(logging.DEBUG)
         logging.getLogger().addHandler(logging.NullHandler())
-        nn.modules.module.register_module_forward_hook(hook)
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
         torch.set_num_threads(3)
@@ -59,11 +54,9 @@ class Messy(nn.Module):
         multiprocessing.set_start_method("spawn", force=True)
         logging.disable(logging.ERROR)
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-        torch.backends.nnpack.set_flags(False)  # type: ignore[no-untyped-call]
         torch.set_printoptions(precision=9)  # type: ignore[no-untyped-call]
         torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
         gc.set_threshold(7, 7, 7)
-        sys.setswitchinterval(0.5)
         tempfile.tempdir = folder
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -91,7 +84,6 @@ def settings() -> dict[str, Any]:
         "filters": len(warnings.filters),
         "level": logging.getLogger().level,
         "handlers": len(logging.getLogger().handlers),
-        "hooks": len(nn.modules.module._global_forward_hooks),
         "dtype": str(torch.get_default_dtype()),
         "device": str(torch.get_default_device()),
         "threads": torch.get_num_threads(),
@@ -112,11 +104,9 @@ def settings() -> dict[str, Any]:
         "anomaly": torch.is_anomaly_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "mkldnn": torch.backends.mkldnn.enabled,
-        "nnpack": torch._C._get_nnpack_enabled(),
         "prints": torch._tensor_str.PRINT_OPTS.precision,
         "sharing": torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         "thresholds": list(gc.get_threshold()),
-        "switches": sys.getswitchinterval(),
         "temporary": tempfile.tempdir,
         "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -14,8 +14,8 @@ from dp_ray.job.job import Job
 from dp_ray.rundir.files import RUN_JSON
 from dp_ray.storage import Storage
 from dp_ray.system.imports import import_from, own_folders
-from dp_ray.tasks.isolation import torch_settings
 from dp_ray.tasks.modes import as_in_script, script_modes
+from dp_ray.tasks.settings import restoring
 from tests.support.cluster import Run
 from tests.support.group import run_group, weights_of
 
@@ -28,7 +28,8 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    yield from torch_settings()
+    with restoring([]):
+        yield
 
 
 def as_the_script_sets_it() -> None:
