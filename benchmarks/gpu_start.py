@@ -136,7 +136,7 @@ def large(place: str) -> dict[str, Any]:
     """The steps of a training of a large model in this process, each waited for."""
     import torch
 
-    from dp_ray.engine.memory import plan_memory
+    from dp_ray.driver.memory import plan_memory
     from dp_ray.engine.votes import StepControl
     from dp_ray.engine.world import World
     from dp_ray.job.job import Job

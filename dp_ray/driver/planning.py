@@ -109,7 +109,7 @@ def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         import torch
 
-        from dp_ray.engine.memory import plan_memory
+        from dp_ray.driver.memory import plan_memory
 
         takes_gpus = job.gpus_per_worker != 0 if job.devices is None else gpu_number(job.devices[0]) is not None
         gpu_bytes = None

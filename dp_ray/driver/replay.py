@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from dp_ray.engine.devices import devices_here
-from dp_ray.engine.inspect_step import Findings, InspectedPass, StepInspection
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, StorageError, cause_of
 from dp_ray.job.args import object_in
@@ -24,6 +23,7 @@ from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, kept_job
 from dp_ray.rundir.history import StepRows, history_of
 from dp_ray.rundir.numerics import change_between, kinds_of
 from dp_ray.storage import Storage, located
+from dp_ray.tasks.inspect_step import Findings, InspectedPass, StepInspection
 from dp_ray.tasks.numerics import numerics_of
 from dp_ray.tasks.replay import LoopAgain, StepChoice, run_again
 from dp_ray.tasks.setup import Context

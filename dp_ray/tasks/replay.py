@@ -12,15 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.inspect_step import (
-    Debug,
-    Findings,
-    InspectedModel,
-    ModulePlace,
-    PassFindings,
-    StepInspection,
-    StepIsThrough,
-)
 from dp_ray.engine.loader import StepTimes
 from dp_ray.engine.loading import LoadedStep, Source, load_steps
 from dp_ray.engine.loop_model import LoopModel, name_of
@@ -44,6 +35,15 @@ from dp_ray.results.replayed import (
 )
 from dp_ray.rundir.history import StepRows
 from dp_ray.tasks.checkpoints import Training, restored, sample_layout
+from dp_ray.tasks.inspect_step import (
+    Debug,
+    Findings,
+    InspectedModel,
+    ModulePlace,
+    PassFindings,
+    StepInspection,
+    StepIsThrough,
+)
 from dp_ray.tasks.own_loop import Loop, call_loop
 from dp_ray.tasks.preflight import Answers, before_training
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine

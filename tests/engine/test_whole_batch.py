@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dp_ray.engine.memory import LiveMemory
+from dp_ray.driver.memory import LiveMemory
 from dp_ray.engine.whole_batch import ShardOutput, WholeBatches, merged_batch
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from dp_ray.driver.memory import _copies_of_gradient as copies_of_gradient
 from dp_ray.driver.planning import plan_memory_of
-from dp_ray.engine.memory import _copies_of_gradient as copies_of_gradient
 from dp_ray.engine.user_code import free_memory
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
