@@ -17,6 +17,7 @@ from dp_ray.engine.weights import tensors_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, resolve
+from dp_ray.rundir.history import FinishedStep
 from dp_ray.tasks.checkpoints import Training
 from dp_ray.tensors.files import is_sharded
 
@@ -109,11 +110,11 @@ class HookCalls:
         self._run_dir = training.context.run.location
         self._last: Update | None = None
 
-    def after_step(self, step: int, update: Update, measured: Mapping[str, float]) -> None:
-        """Call the hooks of a finished step; `measured` has the measurements after it."""
-        self._last = update
-        view = self._view(step, update, measured)
-        if measured.keys() - {"epoch_loss"}:
+    def after_step(self, finished: FinishedStep) -> None:
+        """Call the hooks of a finished step."""
+        self._last = finished.update
+        view = self._view(finished.number, finished.update, finished.measured)
+        if finished.measured.keys() - {"epoch_loss"}:
             self._call("on_evaluate", view)
         self._call("on_step", view)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dp_ray.engine.host_copy import ON_GPU
-from dp_ray.rundir.history import FinishedStep
+from dp_ray.engine.trainer import Update
 from dp_ray.system.threads import waiting
 
 
@@ -28,18 +28,26 @@ class TrainState:
     best_by: list[str] = dataclasses.field(default_factory=list)  # the metric and the mode that `best` refers to
     stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
     at_end: dict[str, float] = dataclasses.field(default_factory=dict)
-    # The last step, while not all is done that follows it. In memory alone.
-    unfinished: "FinishedStep | None" = dataclasses.field(default=None, init=False, repr=False)
-    is_torn: bool = dataclasses.field(default=False, init=False, repr=False)  # and it cannot be done again
+    # Of the last step, while not all is done that follows it. In memory alone.
+    unfinished: Update | None = dataclasses.field(default=None, init=False, repr=False)
+    # A step has begun to end, or what follows it, and cannot be done again.
+    is_torn: bool = dataclasses.field(default=False, init=False, repr=False)
 
-    def add(self, sums: torch.Tensor) -> None:
-        """Add a step's loss, whose sum and weight come first in `sums`, without waiting for the device."""
-        self._unread.append(sums)
+    def count(self, update: Update) -> None:
+        """Count the next step, which has ended, without waiting for the device; what follows it is left to do."""
+        self.step += 1
+        self._unread.append(update.sums)
         if len(self._unread) >= 256:
             self._read()
+        self.unfinished, self.is_torn = update, False
+
+    def finish(self) -> None:
+        """Note that all is done that follows the last step."""
+        self.unfinished, self.is_torn = None, False
 
     def end_epoch(self) -> float:
         """Return the epoch's mean loss and begin the next epoch."""
+        self.is_torn = True
         self._read()
         (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
         return total / weight if weight else float("nan")

@@ -86,9 +86,6 @@ def keep(held: Held, training: Training) -> None:
     if running.is_torn or training.context.job.why_reads:
         return
     assert isinstance(trainer.optimizer_step, OptimizerStep)
-    if (unfinished := running.unfinished) is not None:
-        step, update, measured, ended, data_wait = unfinished
-        running.unfinished = step, update._replace(stops=False), measured, ended, data_wait
     with suppress(ModelError):
         trainer.state.drop()
         trainer.optimizer_step.drop_gradients()

@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from dp_ray.job.samples import ReadRequest
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir import checkpoint
 from dp_ray.rundir.checkpoint import CheckpointWriter
-from dp_ray.rundir.history import History
+from dp_ray.rundir.history import FinishedStep, History
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks import task
@@ -381,7 +382,8 @@ def test_the_history_is_read_from_the_device_at_once(tmp_path: Path, monkeypatch
     history = History(Storage(str(tmp_path)), Split(20, 4, 1), ["loss"], [], 0, sent.append)
     sums = [torch.tensor([number, 4.0, 0.0, 0.0], dtype=torch.float64).as_subclass(Slow) for number in range(3)]
     for step, one in enumerate(sums):
-        history.add(step, Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False), {})
+        update = Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False)
+        history.add(FinishedStep(step, update, {}, 0.0, 0.0))
     history.flush()
     (logged,) = sent
     assert [row["loss"] for row in logged] == [0.0, 0.25, 0.5]
@@ -418,7 +420,8 @@ def test_the_history_of_a_gpu_comes_while_the_training_goes_on(
 
     def add(step: int) -> None:
         sums = torch.tensor([step, 4.0, 0.0, 0.0], dtype=torch.float64).as_subclass(OnTheGpu)
-        history.add(step, Update(sums, 0.1, torch.tensor(1.0).as_subclass(OnTheGpu), False), {})
+        update = Update(sums, 0.1, torch.tensor(1.0).as_subclass(OnTheGpu), False)
+        history.add(FinishedStep(step, update, {}, time.perf_counter(), 0.0))
 
     add(0)
     add(1)
