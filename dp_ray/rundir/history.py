@@ -137,17 +137,20 @@ class History:
                 read = coming.wait().tolist()
             self._add_rows(steps, read)
 
-    def _add_rows(
-        self, steps: Sequence[tuple[FinishedStep, float, float]], read: Sequence[Sequence[float]]
-    ) -> None:
+    def _add_rows(self, steps: Sequence[tuple[FinishedStep, float, float]], read: Sequence[Sequence[float]]) -> None:
+        from dp_ray.engine.votes import Totals
+
         rows: list[dict[str, Any]] = []
-        for (finished, seconds, waited), (*totals, _, missing, norm) in zip(steps, read, strict=True):
+        for (finished, seconds, waited), (*sums, norm) in zip(steps, read, strict=True):
+            means, missing = Totals.means(sums)
             first, end = self.split.batch(finished.number)
             row: dict[str, Any] = {"step": finished.number, "epoch": finished.number // self.split.steps}
-            for name, total, weight in zip(self.names, totals[::2], totals[1::2], strict=True):
-                if weight or self.mixture is None or not name.startswith(LOSS_OF):  # a batch may lack a source
-                    row[name] = total / weight if weight else float("nan")
-            num_rows = end - first - int(missing)
+            for name, mean in zip(self.names, means, strict=True):
+                if (
+                    mean is not None or self.mixture is None or not name.startswith(LOSS_OF)
+                ):  # a batch may lack a source
+                    row[name] = math.nan if mean is None else mean
+            num_rows = end - first - missing
             row |= {"learning_rate": finished.update.learning_rate, "gradient_norm": norm, "rows": num_rows}
             row["rows_per_second"] = num_rows / seconds if seconds > 0 else 0.0
             row["data_wait_seconds"] = waited

@@ -24,6 +24,7 @@ from dp_ray.engine.loader import StepTimes
 from dp_ray.engine.loading import Source
 from dp_ray.engine.packing import packings
 from dp_ray.engine.trainer import TrainedModel
+from dp_ray.engine.votes import LossWatch
 from dp_ray.engine.weights import advice_on, tensors_of
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
@@ -53,7 +54,10 @@ UpdateKeys: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training on this worker, as its parts share it: its context, the split of its steps, and its state."""
+    """A training on this worker, as its parts share it: its context, the split of its steps, and its state.
+
+    `watch` is over the losses, if the job ends at one that is not finite.
+    """
 
     context: Context
     source: Source
@@ -61,6 +65,7 @@ class Training:
     layout: TrainingLayout
     trainer: TrainedModel
     times: StepTimes
+    watch: LossWatch | None = None
     state: TrainState = dataclasses.field(default_factory=TrainState)
 
 
@@ -155,7 +160,7 @@ class Checkpointer(PieceKeeper):
             is_due = is_due or (finished.number + 1) % period == 0
         if self._pace.clock() >= self._pace.not_before:
             is_due = self._pace.is_due(self._writer.seconds, self._writer.is_writing) or is_due
-        watch = self._trainer.watch  # with `stop_on_nan`: no state is kept after a loss that is not finite
+        watch = self._training.watch  # with `stop_on_nan`: no state is kept after a loss that is not finite
         is_due = is_due and (watch is None or watch.is_finite())
         if self._writer.agree(is_due) if self._all_agree else is_due:
             self.save()

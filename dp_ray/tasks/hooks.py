@@ -12,7 +12,7 @@ import torch
 
 from dp_ray.engine.trainer import TrainedModel, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import VOTES
+from dp_ray.engine.votes import Totals
 from dp_ray.engine.weights import tensors_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.keys import Target
@@ -93,10 +93,9 @@ class TrainingView:
         """The loss, the metrics and the gradient's norm, read from the device at once."""
         if self._update is None:
             return {"loss": float("nan"), "gradient_norm": float("nan")}
-        totals = self._update.sums[:VOTES]
-        *sums, norm = torch.cat([totals, self._update.gradient_norm.to(totals).reshape(1)]).tolist()
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        means = [total / weight if weight else float("nan") for total, weight in pairs]
+        sums = self._update.sums
+        *row, norm = torch.cat([sums, self._update.gradient_norm.to(sums).reshape(1)]).tolist()
+        means = [float("nan") if mean is None else mean for mean in Totals.means(row)[0]]
         return {**dict(zip(self._trainer.measured, means, strict=True)), "gradient_norm": norm}
 
 

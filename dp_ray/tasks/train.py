@@ -65,7 +65,7 @@ def train(context: Context) -> None:
 
 def declared(placed: "PlacedTraining", step: Step, measures: Metrics, clock: StepClock) -> Trainer:
     """Return the model of a training as its job declares it: one loss, one optimizer."""
-    return Trainer(placed.placement, step, measures, placed.split, clock, placed.watch)
+    return Trainer(placed.placement, step, measures, placed.split, clock)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TrainingRun(Generic[M]):
         """
         training, trainer = self.training, self.trainer
         context, state, split = training.context, training.state, training.split
-        world, control, watch = context.world, context.control, trainer.watch
+        world, control, watch = context.world, context.control, training.watch
         source, times = training.source, training.times
         stopping = stopping or Patience.of(context.job, state)
         start, hooks = self._start(stopping)
@@ -109,6 +109,8 @@ class TrainingRun(Generic[M]):
                     yield step  # its loop runs passes and updates
                     state.is_torn = True  # until the step is counted
                     update = step.end()
+                    if watch is not None and step.totals is not None:
+                        watch.take(number, step.totals.loss)
                     # Before the step is kept, since its reports are kept with it; and before an evaluation, which
                     # may take long.
                     run.recorder.on_step(number)
@@ -157,7 +159,7 @@ class TrainingRun(Generic[M]):
             checkpointer.after_step(finished, must_save or context.control.take_save())
         elif finished.measured and held is not None:
             note_best(training, finished.measured)  # as rank 0 does
-        training.state.finish()
+        training.state.unfinished, training.state.is_torn = None, False
         if held is not None:
             held.rows.append(finished)
             if len(held.rows) > held.most_rows:
@@ -165,9 +167,9 @@ class TrainingRun(Generic[M]):
 
     def _through(self, run: Run, checkpointer: PieceKeeper | None) -> None:
         """Keep what is left after the last step."""
-        context, trainer = self.training.context, self.trainer
-        if trainer.watch is not None:
-            end_at_loss(trainer.watch.check_all, checkpointer)
+        context, watch = self.training.context, self.training.watch
+        if watch is not None:
+            end_at_loss(watch.check_all, checkpointer)
         run.close()  # before the last step is kept: its times are kept with it
         context.control.through()  # writing the rest has no time limit
         if checkpointer is not None:
@@ -207,11 +209,6 @@ class PlacedTraining(NamedTuple):
     split: Split
     placement: Placement
 
-    @property
-    def watch(self) -> LossWatch | None:
-        """A new watch over the losses, if the job ends at one that is not finite."""
-        return LossWatch(str(self.context.run)) if self.context.job.stop_on_nan else None
-
 
 def place_training(context: Context) -> PlacedTraining:
     """Load the dataset and build the model; every rank calls this."""
@@ -241,7 +238,8 @@ def begun_training(
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
-        training = Training(context, Source(job, dataset), split, layout, trainer, times)
+        watch = LossWatch(str(context.run)) if job.stop_on_nan else None
+        training = Training(context, Source(job, dataset), split, layout, trainer, times, watch)
         training = levelled(training) or restored(training)
         with holding(training):
             if context.held is not None:

@@ -7,6 +7,7 @@ import torch
 
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.trainer import Update
+from dp_ray.engine.votes import Totals
 from dp_ray.system.threads import waiting
 
 
@@ -28,9 +29,9 @@ class TrainState:
     best_by: list[str] = dataclasses.field(default_factory=list)  # the metric and the mode that `best` refers to
     stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
     at_end: dict[str, float] = dataclasses.field(default_factory=dict)
-    # Of the last step, while not all is done that follows it. In memory alone.
+    # Of the last step, until all is done that follows it; in memory alone, as the next one.
     unfinished: Update | None = dataclasses.field(default=None, init=False, repr=False)
-    # A step has begun to end, or what follows it, and cannot be done again.
+    # Until then: the step's end, or what follows it, has begun, and cannot be done again.
     is_torn: bool = dataclasses.field(default=False, init=False, repr=False)
 
     def count(self, update: Update) -> None:
@@ -40,10 +41,6 @@ class TrainState:
         if len(self._unread) >= 256:
             self._read()
         self.unfinished, self.is_torn = update, False
-
-    def finish(self) -> None:
-        """Note that all is done that follows the last step."""
-        self.unfinished, self.is_torn = None, False
 
     def end_epoch(self) -> float:
         """Return the epoch's mean loss and begin the next epoch."""
@@ -73,7 +70,7 @@ class TrainState:
 
     def _read(self) -> None:
         with waiting(ON_GPU):
-            unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
+            unread = Totals.losses(self._unread)
         for total, weight in unread:
             self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
         self._unread = []

@@ -26,10 +26,10 @@ from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import build_model
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.user_code import free_memory, raise_as
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, text_of
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.samples import ReadRequest
+from dp_ray.messages import StepControl
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir import checkpoint
 from dp_ray.rundir.checkpoint import CheckpointWriter
@@ -333,7 +333,8 @@ class Slow(torch.Tensor):
 def test_a_read_that_waits_for_the_gpu_is_no_hang_of_this_worker() -> None:
     Slow.told.clear()
     state = TrainState()
-    state.add(torch.ones(2).as_subclass(Slow))
+    sums = torch.ones(4).as_subclass(Slow)
+    state.count(Update(sums, 0.1, torch.tensor(1.0), False))
     assert state.end_epoch() == 1.0
     assert Slow.told == ["the GPU, which may be in a collective"]
 
@@ -348,7 +349,7 @@ def test_a_scaler_that_waits_for_the_gpu_is_no_hang_of_this_worker(monkeypatch: 
         told.add(waits_for())
 
     monkeypatch.setattr(type(scaler), "step", read)
-    (loss := model(torch.ones(1, 6)).sum()).backward(step.seed(loss, 1))
+    (loss := model(torch.ones(1, 6)).sum()).backward(step.gradients.of_loss(loss, 1))
     step.apply(torch.tensor(1.0), 1, 0)
     assert told == {"the GPU, which may be in a collective"}
 
@@ -369,7 +370,7 @@ def test_the_gradient_is_weighed_and_clipped_as_the_mean_loss_of_plain_torch(
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
     step = optimizer_step_of(job_of("mlp", grad_clip=clip, optimizer=sgd), model)
     loss = model(inputs).square().sum()
-    loss.backward(step.seed(loss, 7))
+    loss.backward(step.gradients.of_loss(loss, 7))
     norm = step.apply(torch.tensor(weight, dtype=torch.float64) if on_gpu else weight, 7, 0)
     torch.testing.assert_close(norm, expected)
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):

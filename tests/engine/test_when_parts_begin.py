@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dp_ray.engine.clock import Part, SilentClock, StepClock
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import own_rank
+from dp_ray.messages import StepControl
 from dp_ray.monitor.faults import PARTS
 from tests.support.group import run_group
 from tests.support.trainings import job_of

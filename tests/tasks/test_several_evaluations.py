@@ -14,10 +14,10 @@ from torch import nn
 
 import dp_ray
 from dp_ray.driver.planning import plan_job
-from dp_ray.engine.votes import StepControl
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import measured_by, named_evals
+from dp_ray.messages import StepControl
 from dp_ray.plan.costs import plan_table
 from dp_ray.report.charts import charts_of
 from dp_ray.rundir.files import has_kept_nothing
@@ -547,7 +547,7 @@ def test_an_evaluation_is_no_time_of_a_step(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Evaluator, "measure", slowly)
     keys = keys_of(batch_size=20, epochs=2, eval=TEST)
-    dp_ray.run(**keys, run_dir=str(tmp_path / "run"))
+    dp_ray.run(**keys, storage=str(tmp_path), name="run")
     speeds = {row["step"]: row["rows_per_second"] for row in read_history(Storage(str(tmp_path / "run")))}
     assert len(speeds) > 5
     assert min(speed for step, speed in speeds.items() if step) > 20 / seconds
