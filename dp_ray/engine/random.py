@@ -225,23 +225,23 @@ def state_of(rng: Generator) -> Any:
 @contextmanager
 def preserved(*devices: torch.device) -> Iterator[None]:
     """Restore the global generators and those of the devices after the block: the process may be the user's own."""
-    restore = random_state(devices, ())
-    try:
-        yield
-    finally:
-        restore()
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=list(dict.fromkeys(device for device in devices if device.type == "cuda"))):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def random_state(devices: Sequence[torch.device], own: Sequence[Generator]) -> Callable[[], None]:
     """Return a function that restores the present state of the global generators, the devices' and `own`."""
-    gpus = [gpu.index or 0 for gpu in dict.fromkeys(devices) if gpu.type == "cuda"]
-    if gpus and not torch.cuda.default_generators:
-        torch.cuda.init()  # before it, torch lists no generator of a GPU
+    gpus = [torch.cuda.default_generators[gpu.index or 0] for gpu in dict.fromkeys(devices) if gpu.type == "cuda"]
     setters: list[Callable[[], object]] = [
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
     ]
-    for rng in [torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus), *own]:
+    for rng in [torch.default_generator, *gpus, *own]:
         if isinstance(rng, torch.Generator):
             setters.append(functools.partial(rng.set_state, rng.get_state()))
         elif isinstance(rng, np.random.Generator):
