@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader
 from benchmarks import gpu_start, memory, nets
 from benchmarks.compare import Pairs, at_least, compared
 from benchmarks.table import HEADER, Row, line, rate_text
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task

@@ -19,8 +19,8 @@ from benchmarks.compare import at_least, compared
 from benchmarks.table import Row, rate_text
 from benchmarks.train import in_turns
 from benchmarks.training import BATCH, STEPS, job_of, plain_batches
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
+from dp_ray.messages import StepControl
 from dp_ray.storage import Storage
 from dp_ray.tasks.own_loop import train_by_loop
 from dp_ray.tasks.setup import Context

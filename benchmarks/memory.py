@@ -18,9 +18,9 @@ from benchmarks.compare import Goal, compared
 from benchmarks.measure import grown, in_process
 from benchmarks.rows import make_rows
 from benchmarks.table import Row
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task

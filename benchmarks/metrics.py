@@ -28,9 +28,8 @@ from benchmarks.table import Row, time_text
 from benchmarks.turns import Cost, take_turns
 from dp_ray.cluster.workers import exports_metrics, gauged
 from dp_ray.engine.clock import PARTS, Part, StepClock, TimedStep
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
-from dp_ray.messages import Logged, Report
+from dp_ray.messages import Logged, Report, StepControl
 from dp_ray.monitor.console import Progress
 from dp_ray.rundir.files import RESULT_JSON, RUN_JSON
 from dp_ray.rundir.history import RECENT_SECONDS, RecentHistory

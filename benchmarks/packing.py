@@ -32,9 +32,9 @@ from benchmarks.train import in_turns
 from benchmarks.training import STEPS, job_of
 from dp_ray.data import Tokens
 from dp_ray.engine.packing import PackedDataset
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.keys import Pack
+from dp_ray.messages import StepControl
 from dp_ray.storage import Storage
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train

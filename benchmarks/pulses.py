@@ -5,8 +5,8 @@ from typing import Any
 from benchmarks.training import ours
 from dp_ray.cluster.channel import WorkerConfig
 from dp_ray.cluster.heartbeat import Heartbeat
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
+from dp_ray.messages import StepControl
 from dp_ray.storage import Storage
 
 PULSED_BLOCK = 32  # steps in a turn: about a second, in which a worker sends two beats

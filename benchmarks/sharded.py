@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from benchmarks.measure import grown
 from benchmarks.training import joined
 from benchmarks.turns import take_turns
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
 from dp_ray.tasks.setup import Context

@@ -29,8 +29,9 @@ from dp_ray.engine import loading
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.random import ForwardSeeds, SampleSeeds
 from dp_ray.engine.state import StepState
-from dp_ray.engine.votes import StepControl, StepSums
+from dp_ray.engine.votes import StepSums
 from dp_ray.engine.world import World
+from dp_ray.messages import StepControl
 from dp_ray.rundir.history import History
 from dp_ray.telemetry.shapes import Probe, Recorder
 

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.turns import Baton, Loop, Turns, take_turns
 from dp_ray.engine.clock import Part, StepClock, TimedStep
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import CPU, World, form_group
 from dp_ray.job.job import Job
-from dp_ray.messages import Send
+from dp_ray.messages import Send, StepControl
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
 from dp_ray.system.linux import keep_freed_memory

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dp_ray.engine.votes import StepControl
+from dp_ray.messages import StepControl
 
 Drain = Callable[[], object]
 Loop = Callable[[StepControl], object]  # calls `before` of its control with each step's number, from 0 on

@@ -16,9 +16,9 @@ from benchmarks.measure import in_processes
 from benchmarks.table import Row
 from benchmarks.train import free_port
 from benchmarks.training import job_of, joined
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl
 from dp_ray.storage import Storage
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.setup import Context

@@ -1,7 +1,8 @@
 """The messages to the driver: of workers, their tasks and Ray Train's controller, all in the union `Message`.
 
-`monitor.Monitor.take` dispatches on them. The reasons why a worker's loop ends are here too, for the controller and
-the driver. It imports neither torch nor numpy, so that the controller's process need not wait for them.
+`monitor.Monitor.take` dispatches on them. What the driver asks of a worker's loop between two steps, in return, is
+`StepControl`. The reasons why a loop ends are here too, for the controller and the driver. It imports neither torch
+nor numpy, so that the controller's process need not wait for them.
 """
 
 import math
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-    from dp_ray.engine.clock import DevicePlace, Flops
+    from dp_ray.engine.clock import DevicePlace, Flops, StepClock
     from dp_ray.engine.world import World
 
 BEAT_SECONDS = 0.5
@@ -377,3 +378,58 @@ def error_of(failed: Failed, is_verbose: bool = False) -> Error:
     if note := failed.traceback if is_verbose or failed.kind is None else failed.frames:
         error.add_note(note)
     return error
+
+
+class StopRequested(Error):
+    """The worker stopped between two steps on request, and kept all its work; this is no failure."""
+
+
+class StepControl:
+    """The interface of a worker's loop between two steps; this base class requests nothing of the worker.
+
+    `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one; if
+    `is_to_rejoin`, only to go on with what it holds, among more or fewer workers.
+    `take_save` asks, once, to keep the work so far now. `slows` says whether `take_delay` may ask to sleep.
+    `attempt` names the workers that were started together for a job, for the driver. `node_id` is the cluster's name
+    of the worker's node. `kind` is what the workers of the job's last attempt computed on, empty if it is the first.
+    """
+
+    attempt = ""
+    node_id = ""
+    kind = ""
+    wants_stop = False
+    is_to_rejoin = False
+    slows = False
+
+    def settle(self, kind: str) -> None:
+        """Note what all workers of a bitwise job compute on, which later ones have to compute on too."""
+
+    def runs_on(self, clock: "StepClock") -> None:
+        """Note the clock of the worker's steps: it knows how far its GPU has come."""
+
+    def before(self, step: int) -> None:
+        """Note that the worker is about to run `step`."""
+
+    def touch(self) -> None:
+        """Note that the worker is still at work in its step, on an evaluation for instance."""
+
+    def reads(self, why: str) -> None:
+        """Note why the worker begins with the newest checkpoint, even if it was in another group before."""
+
+    def through(self) -> None:
+        """Note that the worker has run its last step; its remaining writes have no time limit."""
+
+    def take_save(self) -> bool:
+        """Return whether to keep the work so far now; true once for each request."""
+        return False
+
+    def take_delay(self, rank: int) -> float:
+        """Return by how many seconds to slow down the current step; 0 from the second call in a step on."""
+        return 0.0
+
+    def leave(self) -> None:
+        """Wait until all workers have kept their work, as this one has; then raise StopRequested."""
+        raise StopRequested("stopped as it was asked")
+
+    def end(self) -> None:
+        """Note that the worker has nothing left to run."""

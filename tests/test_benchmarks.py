@@ -14,7 +14,7 @@ from benchmarks import gpu
 from benchmarks.compare import AHEAD, Goal, Quartiles, at_least, at_most, compared, in_rounds, quartiles
 from benchmarks.table import line, ratio_text
 from benchmarks.turns import take_turns
-from dp_ray.engine.votes import StepControl
+from dp_ray.messages import StepControl
 
 
 @given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=40))

@@ -140,8 +140,8 @@ MUTANTS = [
     Mutant(
         "a vote: one worker's does not stop all",
         "engine/trainer.py",
-        "self.stops = bool(trainer.votes.take(known[VOTES]))",
-        "self.stops = (trainer.votes.take(known[VOTES]) or 0) > 1",
+        "self.stops = bool(trainer.votes.take(totals.votes))",
+        "self.stops = (trainer.votes.take(totals.votes) or 0) > 1",
         "tests/tasks/test_loops.py::test_a_planned_stop_of_one_worker_stops_all_after_a_step_and_the_run_goes_on",
     ),
     Mutant(

@@ -21,10 +21,19 @@ from dp_ray.cluster.flight_recorder import recorded_collectives
 from dp_ray.cluster.group import STUCK_SECONDS
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
 from dp_ray.engine.clock import Part, StepClock
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import TIMEOUT, World, cut_groups, is_gpu
 from dp_ray.errors import ClusterError, JobError
-from dp_ray.messages import STATES, Beat, Collective, FaultInjected, Message, Note, Started, beat_interval
+from dp_ray.messages import (
+    STATES,
+    Beat,
+    Collective,
+    FaultInjected,
+    Message,
+    Note,
+    Started,
+    StepControl,
+    beat_interval,
+)
 from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.files import FLIGHT_RECORDER
 from dp_ray.storage import Storage

@@ -21,11 +21,11 @@ from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.prints import Lines, forwarded_prints
 from dp_ray.engine.user_code import free_memory, is_out_of_memory
-from dp_ray.engine.votes import NotFinite, StopRequested
+from dp_ray.engine.votes import NotFinite
 from dp_ray.engine.world import Trouble, World, leave_group, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
-from dp_ray.messages import Ending, Finished, Logged, WorkerExit, WorkerReady
+from dp_ray.messages import Ending, Finished, Logged, StopRequested, WorkerExit, WorkerReady
 from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.claim import check_shared, kept_modes
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD

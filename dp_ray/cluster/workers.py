@@ -37,7 +37,7 @@ from dp_ray.engine.ship import check_packs, refused, shipment
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Failed, Finished, GaveUp, Note, WorkerReady, beat_interval, error_of
+from dp_ray.messages import Failed, Finished, GaveUp, Note, StopRequested, WorkerReady, beat_interval, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
 from dp_ray.rundir.history import is_measured
@@ -247,8 +247,6 @@ class StartedWorkers:
         return [put_apart(shipment(assigned, ray.cloudpickle.CloudPickler)), job.env, own_folders()]
 
     def _check_end(self, monitor: "Monitor") -> None:
-        from dp_ray.engine.votes import StopRequested
-
         if monitor.end.finished:
             self.take_end(monitor.end.finished)
             if any(worker.is_stopped for worker in monitor.end.finished):

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from dp_ray.cluster.kinds import Workers, own_workers
 from dp_ray.driver.finish import clear, last_line, merge, result_of, save_unfinished, time_lines
 from dp_ray.driver.planning import Prepared, prepare
-from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import ClusterError, Error, RunInterrupted, StorageError, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
+from dp_ray.messages import StopRequested
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.plan.costs import plan_table

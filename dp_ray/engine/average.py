@@ -28,7 +28,15 @@ class Average:
 
     def __init__(self, job: Job, model: nn.Module, world: World, parts: Sequence[ParameterPart] = ()) -> None:
         assert job.ema is not None
-        _check_names(model)
+        tensors = {
+            key: part for key, part in model.state_dict(keep_vars=True).items() if isinstance(part, torch.Tensor)
+        }
+        known = set(map(id, (*model.parameters(), *model.buffers())))
+        if made := [key for key in tensors if id(tensors[key]) not in known and not key.endswith("_extra_state")]:
+            raise JobError(
+                f"ema: the model's own state_dict makes {listed(made)} anew, so that no average of it can be kept; "
+                "have it give its parameters and buffers as they are"
+            )
         self._model, self._world = model, world
         self._parameters = list(model.parameters())
         self._parts = {id(part.parameter): part for part in parts}
@@ -94,19 +102,6 @@ class Average:
             mine = average if part is None else part.inner(average).view(local(parameter).shape)
             shown[id(parameter)] = sharded_as(parameter, mine) if is_sharded(parameter) else mine
         return shown
-
-
-def _check_names(model: nn.Module) -> None:
-    """Raise JobError if the model's state_dict gives tensors of its own making: the average has none for them."""
-    known = set(map(id, (*model.parameters(), *model.buffers())))
-    tensors = {
-        key: value for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
-    }
-    if made := [key for key in tensors if id(tensors[key]) not in known and not key.endswith("_extra_state")]:
-        raise JobError(
-            f"ema: the model's own state_dict makes {listed(made)} anew, so that no average of it can be kept; have "
-            "it give its parameters and buffers as they are"
-        )
 
 
 EVALUATED = "evaluated"  # the key, in a checkpoint, of weights that an optimizer evaluates and does not train

@@ -317,7 +317,7 @@ def _next(
         where = source.of + location(shard)
         is_eval = source.of and source.job.task == "train"
         key = f"{source.name.removesuffix('dataset')}batch_size" if is_eval else "batch_size"
-        size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
+        size = ShardSize(shard.planned_rows, split.largest_batch, split.shards, key)
         with advised(source.job, where, size), locating(where):
             raise
 

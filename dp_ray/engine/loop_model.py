@@ -24,9 +24,9 @@ from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Metrics, OnShard, StepOutput, as_tensor
 from dp_ray.engine.trainer import Pass, TrainedModel, TrainingStep
-from dp_ray.engine.update import OptimizerStep, Updates
+from dp_ray.engine.update import Gradients, Updates
 from dp_ray.engine.user_code import batch_hint, locating, reraise_as, shards_hint
-from dp_ray.engine.votes import LossWatch
+from dp_ray.engine.votes import StepSums, Totals
 from dp_ray.engine.whole_batch import BatchLoss, MergedBatch, WholeBatches, detached, merged_batch
 from dp_ray.engine.world import World, all_gather, everyone, has_peers, is_gpu, new_group
 from dp_ray.errors import ModelError, other_calls
@@ -44,10 +44,8 @@ class LoopModel(TrainedModel):
 
     optimizer_step: Updates
 
-    def __init__(
-        self, placement: Placement, split: Split, updates: Updates, clock: StepClock, watch: LossWatch | None
-    ) -> None:
-        super().__init__(placement, split, updates, clock, watch)
+    def __init__(self, placement: Placement, split: Split, updates: Updates, clock: StepClock) -> None:
+        super().__init__(placement, split, updates, clock)
         world = placement.world
         self.state = self._new_state({})
         self.measured = ["loss"]  # and what the first step logs
@@ -166,11 +164,9 @@ class LoopModel(TrainedModel):
                 f"step {step.number}: step.log has the names {listed(numbers)}, and in the first step it had "
                 f"{listed(self.measured[1:])}; log the same in each step"
             )
-        sums = torch.zeros(4, dtype=torch.float64, device=device) if step.sums is None else step.sums
-        if step.sums is None and self.watch is not None:  # without a pass: it counts the steps
-            self.watch.take(step.number, sums[0] if self.is_on_gpu else 0.0)
+        totals = step.totals or StepSums(1, 1, self.placement.world).total()
         cells = [value for name in self.measured[1:] for value in (numbers[name], 1.0)]
-        step.sums = torch.cat([sums[:2], as_tensor(cells, device), sums[2:]]) if cells else sums
+        step.totals = totals.with_more(as_tensor(cells, device)) if cells else totals
         step.updated[0] = updates.get(0, (float("nan"), zero))
         step.loaded = step.loaded._replace(loaded=())  # frees the batches before those of the next step are read
 
@@ -201,8 +197,7 @@ class LoopPass(Pass):
             loss: ShardLoss = BatchLoss(called, self._called, Metrics({}), job, device, of_batch)
         else:
             loss = ShardLoss(called, self._shard, Metrics({}), job, device)
-        gradients = OptimizerStep(placement.model, (), trained=trained)
-        super().__init__(model, loss, gradients)
+        super().__init__(model, loss, Gradients(trained))
         self._earlier: list[torch.Tensor | None] | None = None
 
     def _called(self, _: nn.Module, batch: Any) -> Any:
@@ -225,7 +220,7 @@ class LoopPass(Pass):
 
     def run(self, loaded: LoadedStep, on_shard: OnShard | None = None, number: int = 0) -> None:
         """Run a step's shards, with the gradients of earlier passes set apart: this pass's may be in their memory."""
-        trained = self.optimizer_step.trained.values()
+        trained = self.gradients.trained.values()
         if not trained:
             raise ModelError(f"step {loaded.step}: {self._label} has no parameter that requires a gradient")
         self._earlier = None
@@ -235,20 +230,20 @@ class LoopPass(Pass):
                 parameter.grad = None
         super().run(loaded, on_shard, number)
 
-    def finish(self, weight: Any, loaded: LoadedStep, is_empty: bool) -> None:
+    def finish(self, totals: Totals, loaded: LoadedStep, is_empty: bool) -> None:
         """Make the gradients those of the mean, and add what was there before; all None if the pass `is_empty`."""
-        gradients, whole = self.optimizer_step, loaded.whole
+        trained, rows = self.gradients.trained.values(), loaded.whole.planned_rows
         if is_empty:
-            gradients.drop_gradients()
+            for parameter in trained:
+                parameter.grad = None
         else:
-            rows = whole.stop - whole.start
-            gradients.weigh(weight if self.loss.is_of_rows else rows, rows, loaded.step)
-        held = [each for each in gradients.trained.values() if each.grad is not None and not each.grad.is_sparse]
+            self.gradients.weigh(totals.weight if self.loss.is_of_rows else rows, rows, loaded.step)
+        held = [each for each in trained if each.grad is not None and not each.grad.is_sparse]
         if has_peers() and held:
             # In memory of their own, not of DDP's buckets: the loop may hold them while this pass runs again.
             for parameter, own in zip(held, torch._foreach_mul([each.grad for each in held], 1.0), strict=True):  # type: ignore[misc]
                 parameter.grad = own
-        for parameter, before in zip(gradients.trained.values(), self._earlier or (), strict=False):
+        for parameter, before in zip(trained, self._earlier or (), strict=False):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._earlier = None

@@ -45,7 +45,7 @@ from dp_ray.text import listed
 
 Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
 Work = dist.Work | None
-Seed = Callable[[torch.Tensor, int], torch.Tensor]
+OfLoss = Callable[[torch.Tensor, int], torch.Tensor]  # makes the gradient at a loss, with which its backward begins
 NOTHING: AbstractContextManager[Any] = nullcontext()
 GRADIENTS = "the other workers' gradients"
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -154,13 +154,13 @@ class Reduction:
             self._leaves = self.sums.leaves(shards)
 
     def backward(
-        self, shard: int | None, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor | None = None
+        self, shard: int | None, loss: torch.Tensor, gradient: torch.Tensor, stats: torch.Tensor | None = None
     ) -> None:
-        """Run the backward of a round, which begins with the loss's gradient `seed`; without rows it has no `shard`.
+        """Run the backward of a round, which begins with the loss's `gradient`; without rows it has no `shard`.
 
         The last round gives `stats`: in its backward the sum over the workers of the gradients and of `stats` begins.
         """
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
         if self.sums is not None and shard is not None:
             for node in self._leaves:  # else autograd is to add the next shard's to these
                 if node[1] == shard + 1:
@@ -210,9 +210,10 @@ class DdpReduction(Reduction):
         # On CPUs a worker uses the time until the sums arrive, and to start a collective takes 0.3 ms of it. On GPUs
         # the backward itself waits for the other workers, and a later send would wait for it.
         self._waits_later = not is_gpu(world.device)
-        left_out = set(map(id, trained.sparse))
-        self._reduced = {name: param for name, param in trained.parameters.items() if id(param) not in left_out}
-        self._stats = StatsBucket(num_stats if self._sends_stats_along else 0, len(self._reduced), world.device)
+        sparse = set(map(id, trained.sparse))
+        reduced = {name: param for name, param in trained.parameters.items() if id(param) not in sparse}
+        self._unused = UnusedParameters(reduced, finds_unused, say)
+        self._stats = StatsBucket(num_stats if self._sends_stats_along else 0, len(reduced), world.device)
         self._ddp = wrapped(trained, self._stats)
         self.called = self._ddp
         if trained.sums is None:
@@ -221,13 +222,10 @@ class DdpReduction(Reduction):
             self._reducer = tree = TreeReducer(trained, world.world_size, world.rank, self._waits_later)
             self.exchange = tree.exchange
         self._ddp.register_comm_hook(None, self._reducer.hook)
-        self._finds_unused, self._say = finds_unused, say
-        self._unused: list[str] = []  # by this worker in this pass
-        self._known: set[str] | None = None  # what no worker used in the first pass; None before it
-        self._walked: dict[tuple[str, ...], list[str]] = {}
-        self._step, self._adds, self._left, self._has_rows = 0, False, 1, True
+        self._step, self._left = 0, 1  # rounds whose backward is to come
+        self._adds = False  # whether several shards' gradients are added here
         self._work: Work = None
-        for parameter in self._reduced.values():
+        for parameter in reduced.values():
             if 1 in parameter.size():
                 hook = InEachBackward(set_strides, *layout_of(parameter))
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -235,16 +233,16 @@ class DdpReduction(Reduction):
     def begin(self, step: int, shards: Sequence[int], filled: int, rounds: int) -> None:
         """Begin a step, in the hook too."""
         super().begin(step, shards, filled, rounds)
-        self._step, self._adds, self._left = step, len(shards) > 1, rounds
+        self._step, self._left, self._adds = step, rounds, len(shards) > 1
         self._ddp.require_backward_grad_sync = rounds == 1  # a forward prepares for it
         self._reducer.begin(filled, self._leaves[-1] if self._leaves else None)
 
     def backward(
-        self, shard: int | None, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor | None = None
+        self, shard: int | None, loss: torch.Tensor, gradient: torch.Tensor, stats: torch.Tensor | None = None
     ) -> None:
         """Run a round's backward; in the last one's DDP reduces, and `stats` and buffers go with it or after it."""
         if stats is None:
-            super().backward(shard, loss, seed)
+            super().backward(shard, loss, gradient)
             self._left -= 1
             self._ddp.require_backward_grad_sync = self._left == 1
             return
@@ -252,58 +250,20 @@ class DdpReduction(Reduction):
             self._send(stats)
         with waiting(GRADIENTS):
             if loss.requires_grad:  # else this worker has no rows
-                loss.backward(seed)  # type: ignore[no-untyped-call]
-            self._complete(loss, stats)
+                loss.backward(gradient)  # type: ignore[no-untyped-call]
+            missing, used = self._unused.find(self._step, loss, self._adds, self.sums)
+            frozen = [parameter for parameter in missing if not parameter.requires_grad]
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            zeros = [zeros_that_add_nothing(parameter.detach()) for parameter in missing]
+            torch.autograd.backward([self._stats.parameter, *missing], [self._stats.gradient(stats, used), *zeros])
+            for parameter in frozen:
+                parameter.requires_grad_(False)
         assert self._reducer.saw_last
         if self._waits_later:
             self._send(stats)
             if self.trained.ahead is not None:
                 self.trained.ahead.read()
-
-    def _complete(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
-        """Give DDP what the backward of `loss` has left out: gradients that add nothing, and the stats' bucket.
-
-        Raises ModelError, naming the unused parameters, if the job says that there are none.
-        """
-        # DDP moves each gradient that it gets into a view of a bucket.
-        left = [
-            name
-            for name, parameter in self._reduced.items()
-            if parameter.grad is None or (self._adds and not parameter.grad._is_view())
-        ]
-        # An earlier shard of this worker, whose gradients the tree holds, may have used one.
-        held = set() if self.sums is None or not left else self.sums.used()
-        self._unused = [
-            name for name in left if (param := self._reduced[name]).grad is None and id(param) not in held
-        ]
-        self._has_rows = loss.requires_grad
-        if self._unused and self._finds_unused is False and loss.requires_grad:
-            raise ModelError(
-                f"step {self._step}: parameters were not used: {listed(self._unused)}; set "
-                "find_unused_parameters: true, or leave it out"
-            )
-        missing = [self._reduced[name] for name in self._not_reached(loss, left)] if left else []
-        frozen = [parameter for parameter in missing if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        gradients = [zeros_that_add_nothing(parameter.detach()) for parameter in missing]
-        used = [name not in self._unused for name in self._reduced] if self._unused else None
-        torch.autograd.backward([self._stats.parameter, *missing], [self._stats.gradient(stats, used), *gradients])
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-    def _not_reached(self, loss: torch.Tensor, left: list[str]) -> list[str]:
-        """Return those of the parameters `left` without a gradient that the backward has not reached.
-
-        A function of the model's may return None as a parameter's gradient. DDP takes that for a zero.
-        """
-        if not loss.requires_grad:
-            return left
-        key = tuple(left)
-        if key not in self._walked:  # to walk through a graph takes a microsecond for each of its functions
-            reached = leaves_of(loss)
-            self._walked[key] = [name for name in left if id(self._reduced[name]) not in reached]
-        return self._walked[key]
 
     def _send(self, stats: torch.Tensor) -> None:
         """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""
@@ -315,10 +275,10 @@ class DdpReduction(Reduction):
         with waiting(GRADIENTS):
             self._reducer.finish()
             # DDP puts its parameter into any of the buckets, so it is there for certain only after all of them.
-            used = self._stats.unload(stats, bool(self._unused))
+            used = self._stats.unload(stats, bool(self._unused.names))
             if self._work is not None:
                 self._work.wait()
-        self._drop_unused(used)
+        self._unused.drop(self._step, used)
         if self.trained.sparse:
             with waiting("the other workers' sparse gradients"):
                 sum_sparse(self.trained.sparse)
@@ -327,29 +287,82 @@ class DdpReduction(Reduction):
         if self.trained.aligns:  # of most a bucket's view
             align_gradients(self.trained.parameters.values())
 
-    def _drop_unused(self, used: Sequence[bool]) -> None:
+
+class UnusedParameters:
+    """The parameters for whose gradients DDP waits, and which of them this worker has not used in a pass.
+
+    `find` gives after the last backward what DDP lacks; `drop` goes by what the other workers have used. If
+    `finds` is False, an unused one is an error; if "auto", one that no worker uses after the first pass is told once.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], finds: bool | str, say: Callable[[str], None]) -> None:
+        self._parameters, self._finds, self._say = parameters, finds, say
+        self.names: list[str] = []  # of those that this worker has not used in this pass
+        self._has_rows = True  # this worker, in this pass
+        self._known: set[str] | None = None  # what no worker used in the first pass; None before it
+        self._walked: dict[tuple[str, ...], list[str]] = {}  # of what lacks a gradient, what the graph did not reach
+
+    def find(
+        self, step: int, loss: torch.Tensor, adds: bool, sums: ShardSums | None
+    ) -> tuple[list[nn.Parameter], list[bool] | None]:
+        """Return what the backward of `loss` has not reached, and which parameters are used; None if all are.
+
+        With `adds` the worker has run several shards; `sums` hold the gradients of earlier ones. Raises ModelError,
+        naming the unused parameters, if the job says that there are none.
+        """
+        # DDP moves each gradient that it gets into a view of a bucket.
+        left = [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.grad is None or (adds and not parameter.grad._is_view())
+        ]
+        self._has_rows = loss.requires_grad
+        # An earlier shard of this worker, whose gradients the tree holds, may have used one.
+        held = set() if sums is None or not left else sums.used()
+        self.names = [
+            name for name in left if (param := self._parameters[name]).grad is None and id(param) not in held
+        ]
+        if self.names and self._finds is False and self._has_rows:
+            raise ModelError(
+                f"step {step}: parameters were not used: {listed(self.names)}; set "
+                "find_unused_parameters: true, or leave it out"
+            )
+        if not left:
+            return [], None
+        missing, key = left, tuple(left)
+        if self._has_rows:
+            # A function of the model's may return None as a parameter's gradient. DDP takes that for a zero.
+            if key not in self._walked:  # to walk through a graph takes a microsecond for each of its functions
+                reached = leaves_of(loss)
+                self._walked[key] = [name for name in left if id(self._parameters[name]) not in reached]
+            missing = self._walked[key]
+        used = [name not in self.names for name in self._parameters] if self.names else None
+        return [self._parameters[name] for name in missing], used
+
+    def drop(self, step: int, used: Sequence[bool]) -> None:
         """Drop the gradient of each parameter that no worker used; `used` is of all workers.
 
         Only a worker that has left a parameter unused asks: if no worker used it, that are all.
         """
-        by_name = dict(zip(self._reduced, used, strict=False))
-        nowhere = [name for name in self._unused if not by_name[name]]
-        for name in self._unused:
+        by_name = dict(zip(self._parameters, used, strict=False))
+        nowhere = [name for name in self.names if not by_name[name]]
+        for name in self.names:
+            parameter = self._parameters[name]
             if name in nowhere:
-                self._reduced[name].grad = None
-            elif not self._reduced[name].requires_grad:
+                parameter.grad = None
+            elif not parameter.requires_grad:
                 if self._has_rows:
                     raise ModelError(
-                        f"step {self._step}: {name} is frozen on this worker (requires_grad is False), and another "
+                        f"step {step}: {name} is frozen on this worker (requires_grad is False), and another "
                         "one has given it a gradient; freeze it on all workers before the same step"
                     )
-                self._reduced[name].requires_grad_()  # the forward that lets it thaw has not run here
+                parameter.requires_grad_()  # the forward that lets it thaw has not run here
         if self._known is None:
             self._known = set(nowhere)
-        elif self._finds_unused == "auto" and (new := [name for name in nowhere if name not in self._known]):
-            self._finds_unused = True
+        elif self._finds == "auto" and (new := [name for name in nowhere if name not in self._known]):
+            self._finds = True
             self._say(
-                f"step {self._step}: no shard used {listed(new)}, unlike in an earlier step; what is unused has no "
+                f"step {step}: no shard used {listed(new)}, unlike in an earlier step; what is unused has no "
                 "gradient in a step, and is not updated, as in one process"
             )
 

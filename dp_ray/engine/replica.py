@@ -182,7 +182,7 @@ class Replica:
         """Raise an error of a shard again; one of memory says what to change, as `key`."""
         assert self.work is not None
         split = self.work.split
-        size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards, key)
+        size = ShardSize(shard.planned_rows, split.largest_batch, split.shards, key)
         raise_advised(error, job, self.of + location(shard), size)
 
     def run_batch(self, step: int, function: Callable[..., T], *args: Any) -> T:

@@ -30,9 +30,9 @@ from dp_ray.engine.sharded.state import whole_tensors
 from dp_ray.engine.state import StepState
 from dp_ray.engine.step import Compare, Metrics, OnShard, Step, row_of
 from dp_ray.engine.tree_sum import make_gradients_dense, sparse_parameters
-from dp_ray.engine.update import OptimizerStep, Updates
+from dp_ray.engine.update import Gradients, OptimizerStep, Updates
 from dp_ray.engine.user_code import ShardSize, batch_hint, location, raise_advised, raise_as, reraise_as
-from dp_ray.engine.votes import MISSING, VOTES, Lagged, LossWatch, StepSums
+from dp_ray.engine.votes import Lagged, StepSums, Totals
 from dp_ray.engine.weights import make_room, synchronise
 from dp_ray.engine.whole_batch import BatchLoss, shard_loss
 from dp_ray.engine.world import is_gpu
@@ -46,9 +46,8 @@ WRITTEN = "written"  # the key, in a checkpoint, of what forwards write and the 
 class Update(NamedTuple):
     """The results of a step on the whole batch; tensors are still on the device.
 
-    `sums` are float64 [2 * names + 2]: sum and weight of the loss and of each metric; then the votes to stop, and the
-    number of samples that were set aside. `learning_rate` is that of the first parameter group. `gradient_norm` is
-    the norm of the whole batch's gradient before clipping. `stops` asks the worker to stop because one of the workers
+    `sums` are the row of its `Totals`. `learning_rate` is that of the first parameter group. `gradient_norm` is the
+    norm of the whole batch's gradient before clipping. `stops` asks the worker to stop because one of the workers
     asked for it; all workers get it after the same step.
     """
 
@@ -61,8 +60,7 @@ class Update(NamedTuple):
 class TrainedModel:
     """A model in training on one worker, the same on all workers, and all that changes with its weights.
 
-    `optimizer_step` is the job's, or the updates of a loop of the user's. `watch` is for `stop_on_nan`. `step` is the
-    one that runs.
+    `optimizer_step` is the job's, or the updates of a loop of the user's. `step` is the one that runs.
     """
 
     over_batch: Mapping[str, Compare]  # the functions that see the whole batch
@@ -77,11 +75,10 @@ class TrainedModel:
         split: Split,
         updates: Updates | None,
         clock: StepClock | None,
-        watch: LossWatch | None,
     ) -> None:
         job, world, model = placement.job, placement.world, placement.model
         self.placement, self.model, self.called = placement, model, placement.called
-        self.split, self.clock, self.watch = split, clock or StepClock(), watch
+        self.split, self.clock = split, clock or StepClock()
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
         begin_to_train(model)
@@ -175,16 +172,15 @@ class Trainer(TrainedModel):
         measures: Metrics,
         split: Split,
         clock: StepClock | None = None,
-        watch: LossWatch | None = None,
     ) -> None:
-        super().__init__(placement, split, None, clock, watch)
+        super().__init__(placement, split, None, clock)
         job, world = placement.job, placement.world
         loss = shard_loss(placement.called, step, measures, job, world.device)
         self.over_batch, self.measures = loss.over_batch, measures
         self.state = self._new_state(loss.beside)
         self.ahead = OverlappedRead()
         self.measured = measures.names
-        self.gradient = self.passes["gradient"] = Pass(self, loss, self.optimizer_step)
+        self.gradient = self.passes["gradient"] = Pass(self, loss, self.optimizer_step.gradients)
         self.seeds_updates = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
 
 
@@ -203,7 +199,7 @@ class TrainingStep:
     loaded: LoadedStep
     on_shard: OnShard | None = None
     wants_stop: bool = False
-    sums: torch.Tensor | None = field(default=None, init=False)  # of the first pass
+    totals: Totals | None = field(default=None, init=False)  # of the first pass
     num_passes: int = field(default=0, init=False)  # that have begun
     updated: dict[int, tuple[float, torch.Tensor]] = field(default_factory=dict, init=False)
     has_updated: bool = field(default=False, init=False)
@@ -212,14 +208,14 @@ class TrainingStep:
     weight: Any = field(default=1.0, init=False)  # of the first pass
     running: LoadedStep | None = field(default=None, init=False)  # what a pass goes over
 
-    def backward(self, a_pass: "Pass", loaded: LoadedStep | None = None) -> Any:
+    def backward(self, a_pass: "Pass", loaded: LoadedStep | None = None) -> Totals:
         """Run a pass: forward and backward of the shards, and the sum of their gradients over all workers.
 
         It goes over the step's shards, or over those of `loaded`. Every rank calls this. Returns the sums and weights
-        of what it measures: numbers, or on a GPU a tensor, for which the host does not wait. Those of the first pass
-        decide on all workers alike: whether to stop, and whether there is a row to update by.
+        of what it measures. Those of the first pass decide on all workers alike: whether to stop, and whether there
+        is a row to update by.
         """
-        trainer, stats, number, is_first = self.trainer, a_pass.stats, self.num_passes, self.sums is None
+        trainer, stats, number, is_first = self.trainer, a_pass.stats, self.num_passes, self.totals is None
         self.num_passes, self.running, trainer.step = number + 1, loaded or self.loaded, self
         stats.begin()
         if is_first:
@@ -230,37 +226,33 @@ class TrainingStep:
         a_pass.run(self.running, self.on_shard if is_first and loaded is None else None, number)
         self.running = None
         trainer.clock.enter(Part.UPDATE)
-        sums = stats.total()
-        known: Any = sums if trainer.is_on_gpu else sums.tolist()
+        totals = stats.total()
         if is_first:
-            self.sums = sums
+            self.totals, whole = totals, self.loaded.whole
             # A loss over the batch is not divided by rows: its gradient is the whole batch's.
-            self.weight = known[1] if a_pass.loss.is_of_rows else self.loaded.whole.stop - self.loaded.whole.start
-            if trainer.watch is not None:
-                trainer.watch.take(self.number, known[0])
+            self.weight = totals.weight if a_pass.loss.is_of_rows else whole.planned_rows
             if trainer.votes is not None:
-                self.stops = bool(trainer.votes.take(known[VOTES]))
+                self.stops = bool(trainer.votes.take(totals.votes))
             if trainer.may_lose_rows:
-                whole, on_error = self.loaded.whole, trainer.placement.job.on_error
+                on_error = trainer.placement.job.on_error
                 # To read the number of missing samples waits for the device: only if the quarantine has room for it.
                 may_be_empty = on_error is not None and whole.rows <= on_error.quarantine
-                num_rows = whole.stop - whole.start
-                self.is_empty = whole.rows == 0 or (may_be_empty and int(known[MISSING]) == num_rows)
-        return known
+                self.is_empty = whole.rows == 0 or (may_be_empty and int(totals.missing) == whole.planned_rows)
+        return totals
 
     def update(self, optimizer_step: OptimizerStep, number: int = 0) -> None:
         """Update the parameters by their gradients: the training's update of this `number`. Without rows, do nothing.
 
         The gradients are those of the first pass, of the sum of its losses divided by the rows of the whole batch.
         """
-        trainer, whole = self.trainer, self.loaded.whole
+        trainer = self.trainer
         trainer.state.is_open = False  # from here on the step cannot be dropped
-        if trainer.seeds_updates or optimizer_step.hooks.hooked:
+        if trainer.seeds_updates or optimizer_step.gradients.hooks.hooked:
             self.seed()
         if self.is_empty and optimizer_step.may_skip():
             norm = optimizer_step.skip()
         else:
-            norm = optimizer_step.apply(self.weight, whole.stop - whole.start, self.number)
+            norm = optimizer_step.apply(self.weight, self.loaded.whole.planned_rows, self.number)
         self.updated[number] = optimizer_step.rate, norm
         if not optimizer_step.has_skipped:  # as fp16 does where it overflows: the average takes in no weights twice
             self.has_updated = True
@@ -271,8 +263,8 @@ class TrainingStep:
         if trainer.average is not None and self.has_updated:
             trainer.average.update()
         trainer.step = None
-        assert self.sums is not None
-        return Update(self.sums, *self.updated[0], self.stops)
+        assert self.totals is not None
+        return Update(self.totals.row, *self.updated[0], self.stops)
 
     def seed(self) -> None:
         """Seed what code of the user's draws until the next pass: the same on all workers, whatever they have run."""
@@ -286,8 +278,9 @@ class TrainingStep:
         running = self.running
         if running is None:
             return None
-        rows, key = running.whole.stop - running.whole.start, "batch_size" if running is self.loaded else "batch"
-        return ShardSize(running.shards[0].rows if running.shards else 0, rows, self.trainer.split.shards, key)
+        key = "batch_size" if running is self.loaded else "batch"
+        of_shard, of_batch = running.shards[0].rows if running.shards else 0, running.whole.planned_rows
+        return ShardSize(of_shard, of_batch, self.trainer.split.shards, key)
 
 
 class Pass:
@@ -299,11 +292,11 @@ class Pass:
     far as that is known.
     """
 
-    def __init__(self, model: TrainedModel, loss: ShardLoss, optimizer_step: OptimizerStep) -> None:
-        self.placement, self.loss, self.optimizer_step = model.placement, loss, optimizer_step
+    def __init__(self, model: TrainedModel, loss: ShardLoss, gradients: Gradients) -> None:
+        self.placement, self.loss, self.gradients = model.placement, loss, gradients
         self.state, self.clock, self._split = model.state, model.clock, model.split
         self.rows: Mapping[str, bool] = {}
-        placement, trained, self._world = self.placement, optimizer_step.trained, self.placement.world
+        placement, trained, self._world = self.placement, gradients.trained, self.placement.world
         job, world = placement.job, self._world
         work = Work(self._split, world.world_size, world.rank)
         place = job.seed, placement.model, world.device, self.state, work, placement.forwards(), self.clock
@@ -324,12 +317,11 @@ class Pass:
             loaded = replica.forwards.begin(loaded)
         has_forward = False  # whether the pass's only forward has run
         if isinstance(self.loss, BatchLoss):
-            loaded, has_forward = self.loss.prepare(replica, loaded, self.optimizer_step.seed, number, self.rows)
+            loaded, has_forward = self.loss.prepare(replica, loaded, self.gradients.of_loss, number, self.rows)
         reduction = self._reduction
-        # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
-        # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Most losses have the rows as their
-        # weight.
-        whole = loaded.whole.stop - loaded.whole.start
+        # Losses are divided by these first. The true divisor is the weight of the whole batch, which is known only
+        # once `stats` is summed; then `Gradients.weigh` corrects it. Most losses have the rows as their weight.
+        whole_rows = loaded.whole.planned_rows
         filled = [shard.shard for shard in loaded.shards if shard.rows]
         # DDP of the others waits for the gradients of a worker without rows; FSDP for its rounds, which dummies are.
         dummies = [DummyBatch(None, 0)] if not filled and self._world.world_size > 1 else []
@@ -337,7 +329,7 @@ class Pass:
             dummies = replica.dummies(loaded.step, len(filled))
         left = len(filled) + len(dummies)
         # By the rows of the whole batch, which all workers know: so they plan the same exchange.
-        reduction.begin(loaded.step, filled, num_filled(whole, self._split.shards), left)
+        reduction.begin(loaded.step, filled, num_filled(whole_rows, self._split.shards), left)
         if not has_forward:  # else it has written the state
             replica.begin(len(filled), len(filled) < len(loaded.shards) and loaded.lacks_shard_0)
         for turn in replica.rounds(loaded, dummies):
@@ -347,8 +339,8 @@ class Pass:
             if turn.shard is not None and on_shard is not None:
                 on_shard(turn.shard, turn.batch, self.loss.result.step_output)
             clock.enter(Part.BACKWARD)
-            seed = self.optimizer_step.seed(loss, whole)
-            self._backward(reduction, turn, loss, seed, None if left else stats.numbers, loaded.step)
+            gradient = self.gradients.of_loss(loss, whole_rows)
+            self._backward(reduction, turn, loss, gradient, None if left else stats.numbers, loaded.step)
             del loss  # and its graph, before the next batch is read
         # On every worker to its end, where it waits for the last sums: `stats` is whole only then.
         reduction.finish(stats.numbers)
@@ -356,7 +348,7 @@ class Pass:
         if self.state.finish(number == 0):  # in early steps
             check_sums_once({"": self.placement.model, **self.state.beside})  # a forward may have made one
             if self._world.world_size > 1:
-                self.optimizer_step.hooks.check_same()
+                self.gradients.hooks.check_same()
 
     def _forward(self, reduction: Reduction, turn: Round, number: int) -> torch.Tensor:
         """Return the sum of a shard's losses, and take its sums and weights in.
@@ -383,19 +375,19 @@ class Pass:
         reduction: Reduction,
         turn: Round,
         loss: torch.Tensor,
-        seed: torch.Tensor,
+        gradient: torch.Tensor,
         stats: torch.Tensor | None,
         step: int,
     ) -> None:
         """Add the loss's gradient; with `stats`, in a worker's last backward, begin the sum over the workers."""
-        hooks = self.optimizer_step.hooks
+        hooks = self.gradients.hooks
         if RemovableHandle.next_id != hooks.seen:
             hooks.look()
         # A dummy batch, or a loss of weight 0: 0 times its gradient may be NaN.
         adds_nothing = turn.rows and (turn.shard is None or self.loss.result.is_nothing)
         try:
             with reduction.adding_nothing() if adds_nothing else NOTHING:
-                reduction.backward(None if turn.shard is None else turn.shard.shard, loss, seed, stats)
+                reduction.backward(None if turn.shard is None else turn.shard.shard, loss, gradient, stats)
         except (Exception, SystemExit) as error:
             where = f"step {step}" if turn.shard is None else location(turn.shard)
             hint = "" if turn.shard is None else batch_hint(error, turn.batch)
@@ -432,7 +424,7 @@ class Pass:
 
         try:
             with self.replica.again(loaded, forward, number) as loss:
-                self.optimizer_step.hooks.look()
+                self.gradients.hooks.look()
                 with reraise_as(f"{location(shard)}: backward", lambda error: batch_hint(error, loaded.batch)):
                     yield loss
         finally:
@@ -442,7 +434,7 @@ class Pass:
 
     def close(self) -> None:
         """Stop the reduction's threads, put the hooks on gradients back, and let the model be freed."""
-        self.optimizer_step.hooks.put_back()
+        self.gradients.hooks.put_back()
         # A hook on a gradient may hold the model, as a method of it does, and torch keeps these hooks where the
         # garbage collector does not look: the model would never be freed.
         for parameter in self._trained.parameters.values():

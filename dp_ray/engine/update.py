@@ -100,15 +100,81 @@ class Optimizers:
         return {name: copies[id(parameter)] for name, parameter in self._named if id(parameter) in copies}
 
 
+class Gradients:
+    """The gradients that a pass gives the parameters `trained`, by name, and what becomes of them at its end.
+
+    Weighed are those of `held`: what an optimizer gets for its parameters, by default all. The others are `left_out`.
+    They are computed in vain: no hook sees them, and the update drops them, or they would grow from step to step.
+    If they `are_alike`, dense, on one device and of one dtype, no step has to check each. `hooked` are the parameters
+    whose hooks are called, by default all.
+    """
+
+    def __init__(
+        self,
+        trained: dict[str, nn.Parameter],
+        held: Sequence[nn.Parameter] | None = None,
+        left_out: Sequence[nn.Parameter] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        are_alike: bool = False,
+        hooked: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self.trained, self.left_out, self.are_alike = trained, left_out, are_alike
+        self.held = list(trained.values()) if held is None else held
+        self.hooks = ParameterHooks(trained if hooked is None else hooked)
+        self._scaler = scaler
+        # Of the factors by which gradients on a GPU are weighed.
+        self._rows: dict[int, torch.Tensor] = {}  # numbers of rows, on the GPU
+        is_wide = any(parameter.dtype.itemsize > 4 for parameter in (*self.held, *left_out))
+        self._wide = torch.float64 if is_wide else torch.float32
+
+    def of_loss(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return the gradient with which a backward of `loss` begins: 1 / rows, scaled for fp16."""
+        if self._scaler is None:
+            return loss.new_full((), 1.0 / rows)
+        return self._scaler.scale(loss.new_ones(())) / rows
+
+    def weigh(
+        self, weight: torch.Tensor | float, rows: int, step: int, clips: bool = False
+    ) -> tuple[list[Any], torch.Tensor | float | None]:
+        """Make gradients of sum / `rows` those of sum / `weight`, and call the hooks on them.
+
+        Return their numbers, and the factor that they lack still: who `clips` multiplies by both in one pass.
+        """
+        factor = self._factor(weight, rows) if isinstance(weight, torch.Tensor) or weight != rows else None
+        if self.hooks.hooked and self.hooks.are_any():
+            for parameter in self.left_out:
+                parameter.grad = None  # no hook sees one that is scaled still, and of which nothing comes
+            if factor is not None:
+                scale_by(list(map(numbers_of, filter(IS_THERE, map(GRADIENT, self.held)))), factor)
+                factor = None
+            self.hooks.run(step)
+        gradients: list[Any] = [*filter(IS_THERE, map(GRADIENT, self.held))]
+        if not self.are_alike:
+            gradients = list(map(numbers_of, gradients))
+        if factor is not None and not clips:
+            scale_by(gradients, factor)
+            factor = None
+        return gradients, factor
+
+    def _factor(self, weight: torch.Tensor | float, rows: int) -> torch.Tensor | float:
+        """Return the factor from gradients of sum / rows to those of sum / weight; 0 for no weight.
+
+        A weight that is a tensor is on a GPU; to read it would wait for the GPU.
+        """
+        if not isinstance(weight, torch.Tensor):
+            return 0.0 if weight <= 0 else rows / weight
+        if rows not in self._rows:
+            self._rows[rows] = torch.full_like(weight, rows)
+        factor = torch.empty((), dtype=self._wide, device=weight.device)
+        return torch.div(self._rows[rows], weight, out=factor).masked_fill_(weight <= 0, 0.0)
+
+
 class OptimizerStep(Optimizers):
     """The update of a model by optimizers together: they have one norm, one clip, one fp16 scaler and one schedule.
 
-    `trained` are the parameters of which it gets gradients, by name: by default those that the optimizers hold, of
-    which a loop's passes have weighed the gradients. Those of `trained` that none holds are
-    `left_out`: their gradients are dropped in each step, or they would grow from step to step. One that is frozen on
-    the way has no gradient from there on; one that thaws is an error. Norm and clipping, to the norm `clip`, are over
-    what the optimizers hold. Of a sharded model they update this worker's `parts`. Without optimizers, as for a pass
-    of a loop of the user's, gradients are weighed, and stay.
+    `gradients` are those of the parameters `trained`, by name, of which the optimizers may hold only some. One that
+    is frozen on the way has no gradient from there on; one that thaws is an error. Norm and clipping, to the norm
+    `clip`, are over what the optimizers hold. Of a sharded model they update this worker's `parts`.
 
     The scaler takes this for an optimizer, with `param_groups` and a `step`: it skips the update of all or of none.
     """
@@ -117,39 +183,30 @@ class OptimizerStep(Optimizers):
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        schedule: Schedule | None = None,
-        trained: dict[str, nn.Parameter] | None = None,
+        schedule: Schedule,
+        trained: dict[str, nn.Parameter],
         scaler: torch.amp.GradScaler | None = None,
         clip: float | None = None,
         parts: ShardedParts | None = None,
     ) -> None:
         super().__init__(optimizers, list(model.named_parameters(remove_duplicate=False)))
-        self.scaler, self.clip, self.parts = scaler, clip, parts
-        self.schedule = schedule or Schedule(None, optimizers)
+        self.schedule, self.scaler, self.clip, self.parts = schedule, scaler, clip, parts
         self.updating: Callable[[Any], AbstractContextManager[object]] = nullcontext  # around an optimizer's step
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self.rate = 0.0  # the first learning rate of the last step
-        self._follows = trained is None  # `trained` is what the optimizers hold
-        self.trained = trained or {}
-        frozen = () if trained is None else model.named_parameters()
-        self._frozen = {name: parameter for name, parameter in frozen if not parameter.requires_grad}
-        # `check_shardable` refuses them in a sharded model.
-        self.hooks = ParameterHooks(self.trained if parts is None else {})
+        self._frozen = {
+            name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
         held = parameters_of(optimizers)
         self._num_held, ids = len(held), set(map(id, held))
-        if self._follows:
-            names = self._names
-            self.trained = {_name_in(names, parameter, optimizers): parameter for parameter in held}
-        pairs = [(parameter, self._updated(parameter)) for parameter in self.trained.values()]
-        self._held = [mine for _, mine in pairs if id(mine) in ids]
-        self.left_out = [parameter for parameter, mine in pairs if id(mine) not in ids]
+        pairs = [(parameter, self._updated(parameter)) for parameter in trained.values()]
+        updated = [mine for _, mine in pairs if id(mine) in ids]
+        left_out = [parameter for parameter, mine in pairs if id(mine) not in ids]
         kinds = {(mine.device, mine.dtype) for _, mine in pairs}
         is_plain = not any(is_sharded(mine) or mine.dtype in HALVES for _, mine in pairs)
-        # If all gradients are dense, on one device and of one dtype, no step has to check each.
-        self._is_alike = bool(optimizers) and is_plain and len(kinds) == 1 and not sparse_parameters(model)
-        # Of the factors by which gradients on a GPU are weighed.
-        self._rows: dict[int, torch.Tensor] = {}  # numbers of rows, on the GPU
-        self._wide = torch.float64 if any(dtype.itemsize > 4 for _, dtype in kinds) else torch.float32
+        are_alike = is_plain and len(kinds) == 1 and not sparse_parameters(model)
+        hooked = trained if parts is None else {}  # `check_shardable` refuses them in a sharded model
+        self.gradients = Gradients(trained, updated, left_out, scaler, are_alike, hooked)
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer gets for a parameter."""
@@ -169,13 +226,12 @@ class OptimizerStep(Optimizers):
     @property
     def says_left_out(self) -> str | None:
         """A line for the user that names the parameters which no optimizer was given; None if they have all."""
-        if not self.left_out:
+        left_out, trained, names = self.gradients.left_out, self.gradients.trained, self._names
+        if not left_out:
             return None
-        names = self._names
         return (
-            f"optimizer: {len(self.left_out)} of the {len(self.trained)} parameters that require a gradient are "
-            f"not given to it, so they are not trained: "
-            f"{listed([names[id(self._updated(parameter))] for parameter in self.left_out])}"
+            f"optimizer: {len(left_out)} of the {len(trained)} parameters that require a gradient are not given to "
+            f"it, so they are not trained: {listed([names[id(self._updated(parameter))] for parameter in left_out])}"
         )
 
     @property
@@ -188,12 +244,6 @@ class OptimizerStep(Optimizers):
             found["scheduler" + end] = self.schedule.schedulers[number] if self.schedule.schedulers else None
         return {**found, "scaler": self.scaler}
 
-    def seed(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return the gradient with which a backward of `loss` begins: 1 / rows, scaled for fp16."""
-        if self.scaler is None:
-            return loss.new_full((), 1.0 / rows)
-        return self.scaler.scale(loss.new_ones(())) / rows
-
     def apply(self, weight: torch.Tensor | float, rows: int, step: int) -> torch.Tensor:
         """Update the parameters and return the gradient's norm before clipping.
 
@@ -201,11 +251,13 @@ class OptimizerStep(Optimizers):
         batch, which has `rows` rows. `step` names the step in errors.
         """
         self._begin(step)
-        gradients, factor = self.weigh(1.0, 1, step) if self._follows else self.weigh(weight, rows, step)
+        gradients, factor = self.gradients.weigh(weight, rows, step, clips=self.clip is not None)
         norm: torch.Tensor
         if self.parts is not None and gradients:
-            norm = self.parts.total_norm(gradients, [param for param in self._held if param.grad is not None])
-        elif self._is_alike and gradients:  # as `total_norm`, in fewer calls
+            norm = self.parts.total_norm(
+                gradients, [param for param in self.gradients.held if param.grad is not None]
+            )
+        elif self.gradients.are_alike and gradients:  # as `total_norm`, in fewer calls
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         else:
             norm = total_norm(gradients)
@@ -230,17 +282,6 @@ class OptimizerStep(Optimizers):
         self.drop_gradients()
         return norm
 
-    def apply_with(self, closure: Callable[[], Any], step: int) -> torch.Tensor:
-        """Update the parameters by an optimizer that calls for the loss; return the last gradient's norm."""
-        self.rate, self.has_skipped = self.learning_rate, False
-        with reraise_as(f"step {step}: optimizer", shards_hint):
-            self.optimizers[0].step(closure)
-        norm = total_norm(self.weigh(1.0, 1, step)[0])
-        if self.schedule.per_step:
-            self.schedule.step(f"step {step}: scheduler")
-        self.drop_gradients()
-        return norm
-
     def rehearse(self) -> None:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""
         if self.parts is not None:
@@ -250,14 +291,14 @@ class OptimizerStep(Optimizers):
         self.drop_gradients()
 
     def may_skip(self) -> bool:
-        """Return whether a step without rows is no update: in a loop, if no pass over a batch of its own has run."""
-        return not self._follows or all(parameter.grad is None for parameter in self.trained.values())
+        """Return whether a step without rows is no update."""
+        return True
 
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
         self.drop_gradients()
         self.has_skipped, self.rate = True, self.learning_rate
-        return torch.zeros((), device=self._held[0].device)
+        return torch.zeros((), device=self.gradients.held[0].device)
 
     def _begin(self, step: int) -> None:
         """Take what is to be updated and its gradients, unscaled, as the loop or a forward has left them."""
@@ -281,42 +322,6 @@ class OptimizerStep(Optimizers):
         if self.scaler is not None:
             self.scaler.unscale_(self)  # type: ignore[arg-type]
 
-    def weigh(
-        self, weight: torch.Tensor | float, rows: int, step: int
-    ) -> tuple[list[Any], torch.Tensor | float | None]:
-        """Make gradients of sum / `rows` those of sum / `weight`, and call the hooks on them.
-
-        Return their numbers, and the factor that they lack still: clipping multiplies by both in one pass over them.
-        """
-        factor = self._factor(weight, rows) if isinstance(weight, torch.Tensor) or weight != rows else None
-        mine = self._held if self.optimizers else self.left_out
-        if self.hooks.hooked and self.hooks.are_any():
-            for parameter in self.left_out if self.optimizers else ():
-                parameter.grad = None  # no hook sees one that is scaled still, and of which nothing comes
-            if factor is not None:
-                scale_by(list(map(numbers_of, filter(IS_THERE, map(GRADIENT, mine)))), factor)
-                factor = None
-            self.hooks.run(step)
-        gradients: list[Any] = [*filter(IS_THERE, map(GRADIENT, mine))]
-        if not self._is_alike:
-            gradients = list(map(numbers_of, gradients))
-        if factor is not None and self.clip is None:
-            scale_by(gradients, factor)
-            factor = None
-        return gradients, factor
-
-    def _factor(self, weight: torch.Tensor | float, rows: int) -> torch.Tensor | float:
-        """Return the factor from gradients of sum / rows to those of sum / weight; 0 for no weight.
-
-        A weight that is a tensor is on a GPU; to read it would wait for the GPU.
-        """
-        if not isinstance(weight, torch.Tensor):
-            return 0.0 if weight <= 0 else rows / weight
-        if rows not in self._rows:
-            self._rows[rows] = torch.full_like(weight, rows)
-        factor = torch.empty((), dtype=self._wide, device=weight.device)
-        return torch.div(self._rows[rows], weight, out=factor).masked_fill_(weight <= 0, 0.0)
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The tensors whose gradients are to be unscaled. The scaler asks for them once a step, on every rank."""
@@ -336,21 +341,47 @@ class OptimizerStep(Optimizers):
         """Drop all gradients, also of parameters that no optimizer updates, and give the updated parts back."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        for parameter in self.left_out:
+        for parameter in self.gradients.left_out:
             parameter.grad = None
         if self.parts is not None:
             self.parts.give()
 
 
-def _name_in(names: Mapping[int, str], parameter: nn.Parameter, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Return the name of what an optimizer of a loop holds; raises JobError for what is not the model's."""
-    if id(parameter) not in names:
-        raise JobError(
-            f"run.optimizer: {type(optimizers[0]).__qualname__} holds a tensor of size {list(parameter.shape)} that "
-            "is none of the model's parameters, so it would be neither summed over the workers nor kept; make it a "
-            "part of the model"
-        )
-    return names[id(parameter)]
+class LoopOptimizerStep(OptimizerStep):
+    """The update by an optimizer of a loop of the user's: of what it holds, by gradients that passes have weighed."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+        names = {
+            id(parameter): name for name, parameter in reversed([*model.named_parameters(remove_duplicate=False)])
+        }
+        held = parameters_of([optimizer])
+        if other := [parameter for parameter in held if id(parameter) not in names]:
+            raise JobError(
+                f"run.optimizer: {type(optimizer).__qualname__} holds a tensor of size {list(other[0].shape)} that "
+                "is none of the model's parameters, so it would be neither summed over the workers nor kept; make "
+                "it a part of the model"
+            )
+        super().__init__(model, [optimizer], schedule, {names[id(parameter)]: parameter for parameter in held})
+        self._frozen = {}  # a pass trains what thaws, and this updates it
+
+    def apply(self, weight: torch.Tensor | float, rows: int, step: int) -> torch.Tensor:
+        """Update the parameters by the gradients as they are; return their norm before clipping."""
+        return super().apply(1.0, 1, step)
+
+    def apply_with(self, closure: Callable[[], Any], step: int) -> torch.Tensor:
+        """Update the parameters by an optimizer that calls for the loss; return the last gradient's norm."""
+        self.rate, self.has_skipped = self.learning_rate, False
+        with reraise_as(f"step {step}: optimizer", shards_hint):
+            self.optimizers[0].step(closure)
+        norm = total_norm(self.gradients.weigh(1.0, 1, step)[0])
+        if self.schedule.per_step:
+            self.schedule.step(f"step {step}: scheduler")
+        self.drop_gradients()
+        return norm
+
+    def may_skip(self) -> bool:
+        """Return whether a step without rows is no update: if no pass over a batch of its own has run."""
+        return all(parameter.grad is None for parameter in self.gradients.held)
 
 
 class Updates(Optimizers):
@@ -361,7 +392,7 @@ class Updates(Optimizers):
 
     says_left_out = None
 
-    def __init__(self, each: Sequence[OptimizerStep], states: Mapping[str, Any]) -> None:
+    def __init__(self, each: Sequence[LoopOptimizerStep], states: Mapping[str, Any]) -> None:
         super().__init__([update.optimizers[0] for update in each], each[0]._named if each else ())
         self.each, self._states = each, states
         self.schedule = Schedule(None, ())

@@ -2,23 +2,22 @@
 
 All workers see the same sums after the same step. So they stop together, since stop requests ride on each step's
 all-reduce; and they end a training together at a loss that is NaN or infinite (`LossWatch`, for `stop_on_nan`),
-without a collective of its own. `StepControl` is the interface of a worker's loop between two steps.
+without a collective of its own.
 """
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from dp_ray.engine.clock import StepClock
 from dp_ray.engine.host_copy import ON_GPU, HostCopy
 from dp_ray.engine.world import World, is_gpu
-from dp_ray.errors import Error, ModelError
+from dp_ray.errors import ModelError
 from dp_ray.plan.split import worker_shards
 from dp_ray.system.threads import waiting
 from dp_ray.text import replay_command
@@ -29,12 +28,48 @@ if TYPE_CHECKING:  # a heartbeat of a worker that serves modules needs no step
 VOTES, MISSING = -2, -1  # the columns of the votes to stop, and of the samples set aside
 
 
+class Totals(NamedTuple):
+    """The sums over the shards of a step. Only this class and `StepSums` know the order of their `row`.
+
+    That is float64 [2 * measures + 2] on the device: sum and weight of the loss, then of each other measure; then the
+    votes to stop, and the number of samples that were set aside. The other attributes are numbers of it; on a GPU
+    scalar tensors, for which the host does not wait.
+    """
+
+    row: torch.Tensor
+    loss: Any
+    weight: Any
+    votes: Any
+    missing: Any
+
+    @property
+    def mean_loss(self) -> torch.Tensor:
+        """The mean of the losses, a scalar; NaN for a weight of 0."""
+        return self.row[0] / self.row[1]
+
+    def with_more(self, measured: torch.Tensor) -> "Totals":
+        """Return these with sums and weights of more measures, which come after the loss."""
+        return self._replace(row=torch.cat([self.row[:2], measured, self.row[2:]]))
+
+    @staticmethod
+    def losses(rows: list[torch.Tensor]) -> list[list[float]]:
+        """Return sum and weight of the loss in each of some rows; this waits for the device."""
+        return torch.stack(rows)[:, :2].tolist() if rows else []
+
+    @staticmethod
+    def means(row: Sequence[float]) -> tuple[list[float | None], int]:
+        """Return each measure's mean, None for a weight of 0, and the number of samples that were set aside."""
+        *sums, _, missing = row
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [total / weight if weight else None for total, weight in pairs], int(missing)
+
+
 class StepSums:
     """Sums and weights of each shard, votes to stop, and the number of samples set aside.
 
-    `numbers` is float64 [shards, 2 * measures + 2] on the device: a row for each shard, zero until it has run. A
-    worker votes, and counts the samples that it set aside, in the row of its first shard: all others leave that row
-    at zero.
+    `numbers` is float64 [shards, 2 * measures + 2] on the device: a row for each shard, as those of `Totals`, zero
+    until it has run. A worker votes, and counts the samples that it set aside, in the row of its first shard: all
+    others leave that row at zero.
     """
 
     def __init__(self, shards: int, measures: int, world: World) -> None:
@@ -64,9 +99,11 @@ class StepSums:
             else:
                 cell.fill_(number)
 
-    def total(self) -> torch.Tensor:
-        """Return the sums over the shards: float64 [2 * measures + 2]."""
-        return self.numbers[0] if self._size[0] == 1 else self.numbers.sum(0)
+    def total(self) -> Totals:
+        """Return the sums over the shards."""
+        row = self.numbers[0] if self._size[0] == 1 else self.numbers.sum(0)
+        loss, weight, *_, votes, missing = row.unbind() if self._is_on_gpu else row.tolist()
+        return Totals(row, loss, weight, votes, missing)
 
     def vote(self) -> None:
         """Ask all workers to stop."""
@@ -195,58 +232,3 @@ class LossWatch:
         if self.not_finite is None and not math.isfinite(total):
             self.not_finite = step, total
         self._next = step + 1
-
-
-class StopRequested(Error):
-    """The worker stopped between two steps on request, and kept all its work; this is no failure."""
-
-
-class StepControl:
-    """The interface of a worker's loop between two steps; this base class requests nothing of the worker.
-
-    `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one; if
-    `is_to_rejoin`, only to go on with what it holds, among more or fewer workers.
-    `take_save` asks, once, to keep the work so far now. `slows` says whether `take_delay` may ask to sleep.
-    `attempt` names the workers that were started together for a job, for the driver. `node_id` is the cluster's name
-    of the worker's node. `kind` is what the workers of the job's last attempt computed on, empty if it is the first.
-    """
-
-    attempt = ""
-    node_id = ""
-    kind = ""
-    wants_stop = False
-    is_to_rejoin = False
-    slows = False
-
-    def settle(self, kind: str) -> None:
-        """Note what all workers of a bitwise job compute on, which later ones have to compute on too."""
-
-    def runs_on(self, clock: StepClock) -> None:
-        """Note the clock of the worker's steps: it knows how far its GPU has come."""
-
-    def before(self, step: int) -> None:
-        """Note that the worker is about to run `step`."""
-
-    def touch(self) -> None:
-        """Note that the worker is still at work in its step, on an evaluation for instance."""
-
-    def reads(self, why: str) -> None:
-        """Note why the worker begins with the newest checkpoint, even if it was in another group before."""
-
-    def through(self) -> None:
-        """Note that the worker has run its last step; its remaining writes have no time limit."""
-
-    def take_save(self) -> bool:
-        """Return whether to keep the work so far now; true once for each request."""
-        return False
-
-    def take_delay(self, rank: int) -> float:
-        """Return by how many seconds to slow down the current step; 0 from the second call in a step on."""
-        return 0.0
-
-    def leave(self) -> None:
-        """Wait until all workers have kept their work, as this one has; then raise StopRequested."""
-        raise StopRequested("stopped as it was asked")
-
-    def end(self) -> None:
-        """Note that the worker has nothing left to run."""

@@ -19,7 +19,7 @@ from dp_ray.engine.buffers import modules_beside
 from dp_ray.engine.clock import Part
 from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.reduce import Seed, ShardLoss
+from dp_ray.engine.reduce import OfLoss, ShardLoss
 from dp_ray.engine.replica import Replica
 from dp_ray.engine.step import Compare, Metrics, Step, StepOutput, Weighted, build_loss, row_of, what_it_is
 from dp_ray.engine.user_code import describe_compared, dtypes_and_sizes, reraise_as
@@ -175,9 +175,9 @@ class MergedBatch:
         return value.reshape(())
 
     def gradients(
-        self, loss: torch.Tensor, seed: torch.Tensor, shards: Sequence[Shard]
+        self, loss: torch.Tensor, gradient: torch.Tensor, shards: Sequence[Shard]
     ) -> dict[int, OutputGradients]:
-        """Return the gradients of the shards' outputs, of a backward of `loss` that begins with `seed`.
+        """Return the gradients of the shards' outputs, of a backward of `loss` that begins with `gradient`.
 
         Outputs that the loss does not use have none. For an output without rows, the first shard gets the gradient,
         and the others zeros. Raises ModelError if the loss depends on no output that has a graph.
@@ -185,7 +185,7 @@ class MergedBatch:
         if not loss.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
         with reraise_as("the loss: backward"):
-            found = torch.autograd.grad(loss, list(self.asking.values()), seed, allow_unused=True)
+            found = torch.autograd.grad(loss, list(self.asking.values()), gradient, allow_unused=True)
         whole = {path: gradient for path, gradient in zip(self.asking, found, strict=True) if gradient is not None}
         return {
             shard.shard: {path: self._of_shard(grad, path, shard) for path, grad in whole.items()} for shard in shards
@@ -407,7 +407,7 @@ class BatchLoss(ShardLoss):
         self,
         replica: Replica,
         loaded: LoadedStep,
-        seed: Seed,
+        of_loss: OfLoss,
         number: int,
         rows: Mapping[str, bool] = NO_ROWS,
         may_keep: bool = True,
@@ -415,7 +415,7 @@ class BatchLoss(ShardLoss):
         """Run the shards forward, and compute the loss of the whole batch, so that each has its outputs' gradients.
 
         A worker with a single shard keeps its graph, and runs it only here; returns whether it does. It does not if
-        shard 0 has no rows, so that the state stays. `seed` makes the gradient with which the loss's backward begins.
+        shard 0 has no rows, so that the state stays. `of_loss` makes the gradient with which the backward begins.
         `number` is that of the step's pass. `rows` says by path which outputs have rows, as far as that is known.
         Every rank calls this.
         """
@@ -438,13 +438,15 @@ class BatchLoss(ShardLoss):
         else:
             replica.restore()
         batches = WholeBatches(self._batch_dim, rows)
-        replica.run_batch(loaded.step, self._take, loaded.whole, own, batches, seed, number)
+        replica.run_batch(loaded.step, self._take, loaded.whole, own, batches, of_loss, number)
         return loaded, is_kept
 
-    def _take(self, whole: Shard, own: Sequence[ShardOutput], batches: WholeBatches, seed: Seed, number: int) -> None:
+    def _take(
+        self, whole: Shard, own: Sequence[ShardOutput], batches: WholeBatches, of_loss: OfLoss, number: int
+    ) -> None:
         """Compute the loss of the whole batch; `own` are this worker's shards. Every rank calls this.
 
-        `seed` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
+        `of_loss` makes the gradient with which the loss's backward begins. `number` is that of the step's pass.
         """
         self._gradients, self.value = {}, None
         merged = merged_batch(own, self._device, batches)
@@ -453,7 +455,7 @@ class BatchLoss(ShardLoss):
         seed_of_batch(self._seed, whole, self._device, number)
         with self._cast():
             loss = merged.measure("the loss", self._of_batch)
-        self._gradients = merged.gradients(loss, seed(loss, 1), [output.shard for output in own])
+        self._gradients = merged.gradients(loss, of_loss(loss, 1), [output.shard for output in own])
         if self._aligns:  # they are rows of the whole batch's, which begin anywhere
             self._gradients = {
                 shard: {path: aligned(gradient) for path, gradient in gradients.items()}

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dp_ray.engine.devices import devices_here
 from dp_ray.engine.ship import pickled_copy, reached, refused
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, WorkerKeys
-from dp_ray.messages import HERE, Message, Started, WorkerReady
+from dp_ray.messages import HERE, Message, Started, StepControl, WorkerReady
 from dp_ray.monitor.faults import Faults
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, has_peers
+from dp_ray.messages import StepControl
 from dp_ray.outputs.files import AttemptOutputs, FileMerge
 from dp_ray.plan.split import FilePlan, num_files
 from dp_ray.rundir import ledger

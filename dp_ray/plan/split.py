@@ -55,7 +55,7 @@ def worker_pieces(rows: int, shards: int, world_size: int, rank: int) -> tuple[t
 class Shard:
     """One piece of one global batch: positions `start .. stop - 1` of the order of `epoch`.
 
-    `step` counts from the job's start, over all epochs.
+    `step` counts from the job's start, over all epochs. Of its `planned_rows`, `rows` are not set aside.
     """
 
     step: int
@@ -64,10 +64,14 @@ class Shard:
     stop: int
     epoch: int = 0
     missing: tuple[int, ...] = ()  # positions whose samples were set aside, in order
-    rows: int = field(init=False, repr=False, compare=False)  # the number of rows; it is asked for many times a step
+    # They are asked for many times a step.
+    planned_rows: int = field(init=False, repr=False, compare=False)
+    rows: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", self.stop - self.start - len(self.missing))
+        planned = self.stop - self.start
+        object.__setattr__(self, "planned_rows", planned)
+        object.__setattr__(self, "rows", planned - len(self.missing))
 
     @property
     def positions(self) -> Sequence[int]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -52,20 +52,18 @@ def is_inner(name: str) -> bool:
     return name == DIGEST or (name.startswith("eval_") and name.endswith(f"_{DIGEST}"))
 
 
-# A finished step as a worker holds it which may have to write its row: number, update, the values evaluated after it,
-# and by the clock when it ended, and how long the worker has waited for data so far.
-FinishedStep: TypeAlias = "tuple[int, Update, dict[str, float], float, float]"
+class FinishedStep(NamedTuple):
+    """A finished step, as each worker holds it which may have to write its row.
 
+    `measured` has the values evaluated after it. It `ended` at this time of the worker's clock, and until then the
+    worker has waited for data for `data_wait` seconds in all.
+    """
 
-class _Step(NamedTuple):
-    """A finished step whose numbers are still on the device; its rows, seconds, and the values evaluated after it."""
-
-    step: int
+    number: int
     update: "Update"
-    rows: int
-    seconds: float
-    data_wait: float
     measured: dict[str, float]
+    ended: float
+    data_wait: float
 
 
 @dataclass(eq=False)
@@ -88,41 +86,32 @@ class History:
     def __post_init__(self) -> None:
         self._extra = dict.fromkeys(self.extra)  # a dict keeps the order of the first measurement
         self._data_wait = 0.0
-        self._pending: list[_Step] = []
-        self._coming: deque[tuple[list[_Step], HostCopy]] = deque()
+        self._pending: list[tuple[FinishedStep, float, float]] = []  # with the seconds that it took, and waited
+        self._coming: deque[tuple[list[Any], HostCopy]] = deque()  # those whose numbers are on their way
         self._rows: list[dict[str, Any]] = []
         self._sent = self._ended = time.perf_counter()
         forget_from(self.folder, self.step)
         self._kept = end_of_pieces(self.folder)
 
-    def add(self, step: int, update: "Update", measured: dict[str, float], data_wait: float = 0.0) -> None:
-        """Add the row of a finished step; `measured` holds the values evaluated after it.
-
-        `data_wait` is how long the worker has waited for data so far, in seconds.
-        """
-        start, stop = self.split.batch(step)
-        now = time.perf_counter()
-        waited, self._data_wait = data_wait - self._data_wait, data_wait
-        self._pending.append(_Step(step, update, stop - start, now - self._ended, waited, measured))
+    def add(self, finished: FinishedStep) -> None:
+        """Add the row of a finished step."""
+        _, _, measured, ended, data_wait = finished
+        self._pending.append((finished, ended - self._ended, data_wait - self._data_wait))
+        self._ended, self._data_wait = ended, data_wait
         if measured:
             self._extra.update(dict.fromkeys(measured))
-        self._ended = now
-        if now - self._sent > SEND_SECONDS:
+            self._ended = time.perf_counter()  # an evaluation's time is not the next step's
+        if ended - self._sent > SEND_SECONDS:
             self._read(must_wait=False)
 
     def take_in(self, steps: Sequence[FinishedStep]) -> None:
         """Add the rows of steps that this worker, or another one, has finished before it was rank 0."""
         ended, waited = None, 0.0
-        for step, update, measured, at, data_wait in steps:
-            start, stop = self.split.batch(step)
-            seconds = 0.0 if ended is None else at - ended
-            self._pending.append(_Step(step, update, stop - start, seconds, max(0.0, data_wait - waited), measured))
-            self._extra.update(dict.fromkeys(measured))
-            ended, waited = at, data_wait
-
-    def resume_clock(self) -> None:
-        """Leave the time since the last step, such as an evaluation's, out of the training speed."""
-        self._ended = time.perf_counter()
+        for finished in steps:
+            seconds = 0.0 if ended is None else finished.ended - ended
+            self._pending.append((finished, seconds, max(0.0, finished.data_wait - waited)))
+            self._extra.update(dict.fromkeys(finished.measured))
+            ended, waited = finished.ended, finished.data_wait
 
     def flush(self) -> None:
         """Read the numbers of all steps so far from the device, and send them to the driver."""
@@ -135,8 +124,8 @@ class History:
 
         steps, self._pending, self._sent = self._pending, [], time.perf_counter()
         if steps:
-            sums = torch.stack([step.update.sums for step in steps])
-            norms = torch.stack([step.update.gradient_norm for step in steps]).to(sums)
+            sums = torch.stack([step.update.sums for step, *_ in steps])
+            norms = torch.stack([step.update.gradient_norm for step, *_ in steps]).to(sums)
             stacked = torch.cat([sums, norms.unsqueeze(1)], 1)
             if not stacked.is_cuda:
                 self._add_rows(steps, stacked.tolist())
@@ -148,19 +137,25 @@ class History:
                 read = coming.wait().tolist()
             self._add_rows(steps, read)
 
-    def _add_rows(self, steps: Sequence[_Step], read: Sequence[Sequence[float]]) -> None:
+    def _add_rows(self, steps: Sequence[tuple[FinishedStep, float, float]], read: Sequence[Sequence[float]]) -> None:
+        from dp_ray.engine.votes import Totals
+
         rows: list[dict[str, Any]] = []
-        for finished, (*totals, _, missing, norm) in zip(steps, read, strict=True):
-            row: dict[str, Any] = {"step": finished.step, "epoch": finished.step // self.split.steps}
-            for name, total, weight in zip(self.names, totals[::2], totals[1::2], strict=True):
-                if weight or self.mixture is None or not name.startswith(LOSS_OF):  # a batch may lack a source
-                    row[name] = total / weight if weight else float("nan")
-            num_rows, seconds = finished.rows - int(missing), finished.seconds
+        for (finished, seconds, waited), (*sums, norm) in zip(steps, read, strict=True):
+            means, missing = Totals.means(sums)
+            first, end = self.split.batch(finished.number)
+            row: dict[str, Any] = {"step": finished.number, "epoch": finished.number // self.split.steps}
+            for name, mean in zip(self.names, means, strict=True):
+                if (
+                    mean is not None or self.mixture is None or not name.startswith(LOSS_OF)
+                ):  # a batch may lack a source
+                    row[name] = math.nan if mean is None else mean
+            num_rows = end - first - missing
             row |= {"learning_rate": finished.update.learning_rate, "gradient_norm": norm, "rows": num_rows}
             row["rows_per_second"] = num_rows / seconds if seconds > 0 else 0.0
-            row["data_wait_seconds"] = finished.data_wait
+            row["data_wait_seconds"] = waited
             if self.mixture is not None:
-                counts = self.mixture.counts_between(row["epoch"], *self.split.batch(finished.step))
+                counts = self.mixture.counts_between(row["epoch"], first, end)
                 row |= {f"{ROWS_OF}{name}": count for name, count in counts.items()}
             rows.append(row | finished.measured)
         self._rows += rows

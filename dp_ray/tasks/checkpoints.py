@@ -23,7 +23,8 @@ from dp_ray.engine.clock import Part
 from dp_ray.engine.loader import StepTimes
 from dp_ray.engine.loading import Source
 from dp_ray.engine.packing import packings
-from dp_ray.engine.trainer import TrainedModel, Update
+from dp_ray.engine.trainer import TrainedModel
+from dp_ray.engine.votes import LossWatch
 from dp_ray.engine.weights import advice_on, tensors_of
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
@@ -35,7 +36,7 @@ from dp_ray.messages import Logged
 from dp_ray.plan.split import Split
 from dp_ray.rundir.checkpoint import CHECKPOINTS, Checkpoint, CheckpointWriter, newest, pack, steps_of
 from dp_ray.rundir.files import replacing
-from dp_ray.rundir.history import HISTORY, History, write_piece
+from dp_ray.rundir.history import HISTORY, FinishedStep, History, write_piece
 from dp_ray.rundir.ledger import fenced
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
 from dp_ray.rundir.weights import BEST, EMA, tensors_of_files, write_best, write_weights
@@ -53,7 +54,10 @@ UpdateKeys: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training on this worker, as its parts share it: its context, the split of its steps, and its state."""
+    """A training on this worker, as its parts share it: its context, the split of its steps, and its state.
+
+    `watch` is over the losses, if the job ends at one that is not finite.
+    """
 
     context: Context
     source: Source
@@ -61,6 +65,7 @@ class Training:
     layout: TrainingLayout
     trainer: TrainedModel
     times: StepTimes
+    watch: LossWatch | None = None
     state: TrainState = dataclasses.field(default_factory=TrainState)
 
 
@@ -73,9 +78,9 @@ class PieceKeeper:
         self._writer = writer
         self._first = self._saved = training.state.finished
 
-    def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
+    def after_step(self, finished: FinishedStep, must_save: bool = False) -> None:
         """Save this worker's piece if rank 0 saves a checkpoint."""
-        if step == self._first:
+        if finished.number == self._first:
             self._prepare()
         if self._writer.agree(False):
             self.save()
@@ -144,20 +149,19 @@ class Checkpointer(PieceKeeper):
         }
         self._pace = CheckpointPace(job.checkpoint)
 
-    def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
+    def after_step(self, finished: FinishedStep, must_save: bool = False) -> None:
         """Add a finished step to the history, and save a checkpoint if one is due or `must_save` asks for it."""
-        if step == self._first:
+        if finished.number == self._first:
             self._pace.expect(sum(tensor.nbytes for tensor in self._prepare().values()))
-        self._history.add(step, update, measured, self._times.data_wait)
+        self._history.add(finished)
         is_due = must_save
-        if measured:
-            is_due = note_best(self._training, measured) or is_due
-            self._history.resume_clock()
+        if finished.measured:
+            is_due = note_best(self._training, finished.measured) or is_due
         for period in self._periods:
-            is_due = is_due or (step + 1) % period == 0
+            is_due = is_due or (finished.number + 1) % period == 0
         if self._pace.clock() >= self._pace.not_before:
             is_due = self._pace.is_due(self._writer.seconds, self._writer.is_writing) or is_due
-        watch = self._trainer.watch  # with `stop_on_nan`: no state is kept after a loss that is not finite
+        watch = self._training.watch  # with `stop_on_nan`: no state is kept after a loss that is not finite
         is_due = is_due and (watch is None or watch.is_finite())
         if self._writer.agree(is_due) if self._all_agree else is_due:
             self.save()

@@ -77,39 +77,39 @@ class Held:
 
     def begin(self, step: int) -> None:
         """Drop the rows of steps that run again, since a checkpoint was read after all."""
-        self.rows[:] = [row for row in self.rows if row[0] < step]
+        self.rows[:] = [row for row in self.rows if row.number < step]
 
     def look(self, run: "Storage") -> None:
         """Drop the rows that pieces of the history hold by now.
 
         A piece with a later step may be removed again: with the worker that has finished it, the step may be lost.
         """
-        end = end_of_pieces(run.child(HISTORY), self.rows[-1][0] + 1 if self.rows else 0)
-        self.rows[:] = [row for row in self.rows if row[0] >= end]
+        end = end_of_pieces(run.child(HISTORY), self.rows[-1].number + 1 if self.rows else 0)
+        self.rows[:] = [row for row in self.rows if row.number >= end]
         self.most_rows = max(ROWS, 2 * len(self.rows))
 
     def to_send(self) -> dict[str, Any]:
         """Return the state as `pack` takes it."""
-        steps = [*self.rows, *([] if self.running.unfinished is None else [self.running.unfinished])]
-        updates = [update for _, update, *_ in steps]
+        unfinished = self.running.unfinished
+        updates = [row.update for row in self.rows] + ([] if unfinished is None else [unfinished])
         return {
             "state": self.state,
             "running": self.running.to_json(),
-            "is_unfinished": self.running.unfinished is not None,
-            "steps": [[step, update.learning_rate, *rest] for step, update, *rest in steps],
+            "is_unfinished": unfinished is not None,
+            "steps": [[number, *rest] for number, _, *rest in self.rows],
+            "rates": [update.learning_rate for update in updates],
             "sums": torch.stack([update.sums for update in updates]) if updates else None,
             "norms": torch.stack([update.gradient_norm.detach() for update in updates]) if updates else None,
         }
 
     def take(self, sent: dict[str, Any]) -> None:
         """Hold the state that another worker has sent."""
-        steps: list[FinishedStep] = [
-            (step, Update(sent["sums"][at], rate, sent["norms"][at], False), *rest)
-            for at, (step, rate, *rest) in enumerate(sent["steps"])
-        ]
+        rates = enumerate(sent["rates"])
+        updates = [Update(sent["sums"][at], rate, sent["norms"][at], False) for at, rate in rates]
         self.state, self.running = sent["state"], TrainState(**sent["running"])
-        self.running.unfinished = steps.pop() if sent["is_unfinished"] else None
-        self.rows = steps
+        self.running.unfinished = updates.pop() if sent["is_unfinished"] else None
+        steps = zip(sent["steps"], updates, strict=True)
+        self.rows = [FinishedStep(number, update, *rest) for (number, *rest), update in steps]
 
 
 def most_finished(progress: Sequence[int]) -> int | None:

@@ -12,11 +12,12 @@ import torch
 
 from dp_ray.engine.trainer import TrainedModel, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import VOTES
+from dp_ray.engine.votes import Totals
 from dp_ray.engine.weights import tensors_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, resolve
+from dp_ray.rundir.history import FinishedStep
 from dp_ray.tasks.checkpoints import Training
 from dp_ray.tensors.files import is_sharded
 
@@ -92,10 +93,9 @@ class TrainingView:
         """The loss, the metrics and the gradient's norm, read from the device at once."""
         if self._update is None:
             return {"loss": float("nan"), "gradient_norm": float("nan")}
-        totals = self._update.sums[:VOTES]
-        *sums, norm = torch.cat([totals, self._update.gradient_norm.to(totals).reshape(1)]).tolist()
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        means = [total / weight if weight else float("nan") for total, weight in pairs]
+        sums = self._update.sums
+        *row, norm = torch.cat([sums, self._update.gradient_norm.to(sums).reshape(1)]).tolist()
+        means = [float("nan") if mean is None else mean for mean in Totals.means(row)[0]]
         return {**dict(zip(self._trainer.measured, means, strict=True)), "gradient_norm": norm}
 
 
@@ -109,11 +109,11 @@ class HookCalls:
         self._run_dir = training.context.run.location
         self._last: Update | None = None
 
-    def after_step(self, step: int, update: Update, measured: Mapping[str, float]) -> None:
-        """Call the hooks of a finished step; `measured` has the measurements after it."""
-        self._last = update
-        view = self._view(step, update, measured)
-        if measured.keys() - {"epoch_loss"}:
+    def after_step(self, finished: FinishedStep) -> None:
+        """Call the hooks of a finished step."""
+        self._last = finished.update
+        view = self._view(finished.number, finished.update, finished.measured)
+        if finished.measured.keys() - {"epoch_loss"}:
             self._call("on_evaluate", view)
         self._call("on_step", view)
 

@@ -25,6 +25,7 @@ from dp_ray.engine.state import EvalState
 from dp_ray.engine.step import OnShard, StepOutput, weighted_sum
 from dp_ray.engine.trainer import Pass
 from dp_ray.engine.user_code import ShardSize, advised, location
+from dp_ray.engine.votes import Totals
 from dp_ray.engine.whole_batch import BatchLoss, MergedBatch
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
@@ -332,7 +333,7 @@ class InspectedPass(LoopPass):
     def run(self, loaded: LoadedStep, on_shard: OnShard | None = None, number: int = 0) -> None:
         """Look at the shards, then run them."""
         model = self._inspected
-        if model.looks and self.optimizer_step.trained:
+        if model.looks and self.gradients.trained:
             self._look(loaded, number)
         super().run(loaded, on_shard, number)
 
@@ -349,9 +350,8 @@ class InspectedPass(LoopPass):
             raise StepIsThrough
         model.note(self.function, self._of, number, loaded, findings)
 
-    def finish(self, weight: Any, loaded: LoadedStep, is_empty: bool) -> None:
+    def finish(self, totals: Totals, loaded: LoadedStep, is_empty: bool) -> None:
         """Note the mean loss of the whole batch."""
         if self._inspected.looks and self._inspected.found:
-            total, weights, *_ = self.stats.total().tolist()
-            self._inspected.found[-1].loss = total / weights if weights else float("nan")
-        super().finish(weight, loaded, is_empty)
+            self._inspected.found[-1].loss = float(totals.mean_loss)
+        super().finish(totals, loaded, is_empty)

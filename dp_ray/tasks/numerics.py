@@ -22,8 +22,8 @@ from dp_ray.system.linux import loaded_library, processor
 from dp_ray.text import listed
 
 if TYPE_CHECKING:
-    from dp_ray.engine.votes import StepControl
     from dp_ray.job.job import Job
+    from dp_ray.messages import StepControl
 
 # A user sets these to lower the instructions that torch's libraries use; ATEN_CPU_CAPABILITY shows in torch itself.
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")

@@ -28,7 +28,7 @@ from dp_ray.engine.loop_model import LoopModel, LoopPass, OfRows, name_of
 from dp_ray.engine.optimizer import Schedule
 from dp_ray.engine.step import Metrics, Step
 from dp_ray.engine.trainer import TrainingStep
-from dp_ray.engine.update import OptimizerStep, Updates
+from dp_ray.engine.update import LoopOptimizerStep, Updates
 from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.world import gathered, has_peers
 from dp_ray.errors import JobError, ModelError
@@ -132,8 +132,7 @@ class Loop:
                 f"rate of that one; make it of this {type(optimizer).__qualname__}"
             )
         schedule = Schedule(None if scheduler is None else lambda _: scheduler, [optimizer])
-        given = OptimizerStep(self.model, [optimizer], schedule)
-        update = LoopUpdate(self, given, len(self._updates))
+        update = LoopUpdate(self, LoopOptimizerStep(self.model, optimizer, schedule), len(self._updates))
         self._updates.append(update)
         return update
 
@@ -230,7 +229,7 @@ class Loop:
 
     def _model_of(self, placed: PlacedTraining, step: Step, measures: Metrics, clock: StepClock) -> LoopModel:
         updates = Updates([update._given for update in self._updates], self._states)
-        return self._kind(placed.placement, placed.split, updates, clock, placed.watch)
+        return self._kind(placed.placement, placed.split, updates, clock)
 
     def _throw(self, error: BaseException) -> None:
         """Have what stands around the steps end as after an error of the body's."""
@@ -313,7 +312,7 @@ def _check_summed(loop: Loop, _: torch.Tensor) -> None:
 class LoopUpdate:
     """The update of some parameters by an optimizer: `run.optimizer` returns it."""
 
-    def __init__(self, loop: Loop, given: OptimizerStep, number: int) -> None:
+    def __init__(self, loop: Loop, given: LoopOptimizerStep, number: int) -> None:
         self._loop, self._given, self._number = loop, given, number
 
     @property
@@ -427,11 +426,10 @@ class LoopStep:
             self._ask(a_pass, trained, own or step.loaded)
         self._loop._has_trained = True
         with self._loop._doing("pass"), model.only(trained), torch.enable_grad():
-            known = step.backward(a_pass, own)
-        a_pass.finish(known[1], own or step.loaded, own is None and step.is_empty)
+            totals = step.backward(a_pass, own)
+        a_pass.finish(totals, own or step.loaded, own is None and step.is_empty)
         step.seed()
-        sums = a_pass.stats.total()
-        return (sums[0] / sums[1]).detach()
+        return totals.mean_loss
 
     def _ask(self, a_pass: LoopPass, trained: dict[str, nn.Parameter], loaded: LoadedStep) -> None:
         """Ask what a pass over the batch must know, at its first occurrence."""

@@ -157,7 +157,7 @@ class OutputKeeper:
             self.writer.on_shard(shard, done.indices, done.outputs, done.carried)
         except (ModelError, DataError, TypeError, ValueError, RuntimeError) as error:
             where, split = location(shard), self.prediction.work.split
-            size = ShardSize(shard.stop - shard.start, split.largest_batch, split.shards)
+            size = ShardSize(shard.planned_rows, split.largest_batch, split.shards)
             with advised(self.context.job, where, size):
                 if isinstance(error, ModelError | DataError):
                     raise type(error)(f"{where}: {error}") from error

@@ -20,6 +20,7 @@ from dp_ray.engine.packing import rows_of_window
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
+from dp_ray.engine.votes import Totals
 from dp_ray.errors import JobError
 from dp_ray.job.keys import NamedEval, measured_by
 from dp_ray.job.plan import due_of, split_of, with_schedule
@@ -280,10 +281,7 @@ def _replayed_loop(
 ) -> ReplayedLoop:
     trainer, known = training.trainer, history.row(choice.step)
     assert isinstance(trainer, InspectedModel)
-    sums: list[float] = update.sums.tolist()
-    measured = [
-        total / weight if weight else math.nan for total, weight in zip(sums[0:-2:2], sums[1:-2:2], strict=True)
-    ]
+    measured = [math.nan if mean is None else mean for mean in Totals.means(update.sums.tolist())[0]]
     logged = dict(zip(trainer.measured, measured, strict=True))
     loss = logged.pop("loss")
     return ReplayedLoop(

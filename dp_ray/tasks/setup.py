@@ -16,14 +16,13 @@ from dp_ray.engine.loading import find_reference, seeded_dataset
 from dp_ray.engine.model import has_own_modes, set_modes
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.weights import synchronise
 from dp_ray.engine.world import World, broadcast, gathered, is_rank_0
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_order, mixture_of
-from dp_ray.messages import Note, Send
+from dp_ray.messages import Note, Send, StepControl
 from dp_ray.records import Record
 from dp_ray.rundir.files import replacing
 from dp_ray.rundir.quarantine import QuarantineFiles, forget_unkept

@@ -11,11 +11,10 @@ import torch
 
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import Trouble, World, alone, failed_in_group, text_of, trouble_of
 from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
-from dp_ray.messages import Note, Send
+from dp_ray.messages import Note, Send, StepControl
 from dp_ray.rundir.claim import kept_modes
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment

@@ -28,6 +28,7 @@ from dp_ray.engine.world import gathered
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Split, Work
+from dp_ray.rundir.history import FinishedStep
 from dp_ray.rundir.ledger import begin_attempt
 from dp_ray.tasks.checkpoints import (
     PieceKeeper,
@@ -64,7 +65,7 @@ def train(context: Context) -> None:
 
 def declared(placed: "PlacedTraining", step: Step, measures: Metrics, clock: StepClock) -> Trainer:
     """Return the model of a training as its job declares it: one loss, one optimizer."""
-    return Trainer(placed.placement, step, measures, placed.split, clock, placed.watch)
+    return Trainer(placed.placement, step, measures, placed.split, clock)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class TrainingRun(Generic[M]):
         """
         training, trainer = self.training, self.trainer
         context, state, split = training.context, training.state, training.split
-        world, control, watch = context.world, context.control, trainer.watch
+        world, control, watch = context.world, context.control, training.watch
         source, times = training.source, training.times
         stopping = stopping or Patience.of(context.job, state)
         start, hooks = self._start(stopping)
@@ -100,7 +101,7 @@ class TrainingRun(Generic[M]):
             evaluators = [Evaluator(training, evaluation, self.answers) for evaluation in self.evaluations]
             after = AfterStep(training, evaluators, stopping)
             steps, on_first = self._asking(loaded, run.on_shard)
-            unfinished = [] if state.unfinished is None else [state.unfinished[0]]
+            unfinished = [] if state.unfinished is None else [state.step - 1]
             for number in itertools.chain(unfinished, run.steps(start)):
                 if state.unfinished is None:
                     on_shard = run.on_shard if number else on_first
@@ -108,20 +109,25 @@ class TrainingRun(Generic[M]):
                     yield step  # its loop runs passes and updates
                     state.is_torn = True  # until the step is counted
                     update = step.end()
+                    if watch is not None and step.totals is not None:
+                        watch.take(number, step.totals.loss)
                     # Before the step is kept, since its reports are kept with it; and before an evaluation, which
                     # may take long.
                     run.recorder.on_step(number)
                 else:
-                    update = state.unfinished[1]  # the step has ended among other workers
+                    # The step has ended among other workers, who may have been asked to stop.
+                    update = state.unfinished._replace(stops=False)
+                finished = FinishedStep(number, update, {}, time.perf_counter(), times.data_wait)
                 if watch is not None and watch.not_finite is not None:
-                    end_at_loss(watch.check, checkpointer, (number, update))
-                measured = after.take(number, update)  # counts it, evaluates, steps schedules
+                    end_at_loss(watch.check, checkpointer, finished)
+                # Counts it, evaluates, steps schedules.
+                finished = finished._replace(measured=after.take(number, update))
                 if hooks is not None:
-                    hooks.after_step(number, update, measured)
+                    hooks.after_step(finished)
                 # A single worker stops as soon as it is asked; several agree on a step.
                 stops = update.stops or after.stops or (world.world_size == 1 and control.wants_stop)
                 run.stops = stops and number + 1 < split.total_steps
-                self._keep(number, update, measured, run, checkpointer)
+                self._keep(finished, run, checkpointer)
             self._through(run, checkpointer)
         end(training, stopping, hooks, quarantine)  # nothing is read or written in the background any more
 
@@ -143,29 +149,27 @@ class TrainingRun(Generic[M]):
         on_first = with_checks(self.training.context, trainer.measures, on_shard)
         return before_training(self.answers, trainer, loaded), on_first
 
-    def _keep(
-        self, number: int, update: Update, measured: dict[str, float], run: Run, checkpointer: PieceKeeper | None
-    ) -> None:
+    def _keep(self, finished: FinishedStep, run: Run, checkpointer: PieceKeeper | None) -> None:
         """Write the step into the history, and a checkpoint if one is due; hold it for another group."""
         training, context = self.training, self.training.context
-        job, state, held = context.job, training.state, context.held
+        job, held = context.job, context.held
         if checkpointer is not None:
             # Not to join others, if this worker holds the state.
             must_save = run.stops and not (context.control.is_to_rejoin and held is not None and not job.why_reads)
-            checkpointer.after_step(number, update, measured, must_save or context.control.take_save())
-        elif measured and held is not None:
-            note_best(training, measured)  # as rank 0 does
-        state.unfinished, state.is_torn = None, False
+            checkpointer.after_step(finished, must_save or context.control.take_save())
+        elif finished.measured and held is not None:
+            note_best(training, finished.measured)  # as rank 0 does
+        training.state.unfinished, training.state.is_torn = None, False
         if held is not None:
-            held.rows.append((number, update, measured, time.perf_counter(), training.times.data_wait))
+            held.rows.append(finished)
             if len(held.rows) > held.most_rows:
                 held.look(context.run)
 
     def _through(self, run: Run, checkpointer: PieceKeeper | None) -> None:
         """Keep what is left after the last step."""
-        context, trainer = self.training.context, self.trainer
-        if trainer.watch is not None:
-            end_at_loss(trainer.watch.check_all, checkpointer)
+        context, watch = self.training.context, self.training.watch
+        if watch is not None:
+            end_at_loss(watch.check_all, checkpointer)
         run.close()  # before the last step is kept: its times are kept with it
         context.control.through()  # writing the rest has no time limit
         if checkpointer is not None:
@@ -205,11 +209,6 @@ class PlacedTraining(NamedTuple):
     split: Split
     placement: Placement
 
-    @property
-    def watch(self) -> LossWatch | None:
-        """A new watch over the losses, if the job ends at one that is not finite."""
-        return LossWatch(str(self.context.run)) if self.context.job.stop_on_nan else None
-
 
 def place_training(context: Context) -> PlacedTraining:
     """Load the dataset and build the model; every rank calls this."""
@@ -239,7 +238,8 @@ def begun_training(
         # Only now, as a job that cannot be built supersedes no attempt; and before the checkpoints are looked at.
         context = replace(context, attempt=begin_attempt(context.run).attempt)
         layout = sample_layout(job, split, dataset)
-        training = Training(context, Source(job, dataset), split, layout, trainer, times)
+        watch = LossWatch(str(context.run)) if job.stop_on_nan else None
+        training = Training(context, Source(job, dataset), split, layout, trainer, times, watch)
         training = levelled(training) or restored(training)
         with holding(training):
             if context.held is not None:
@@ -253,14 +253,14 @@ def begun_training(
 
 
 def end_at_loss(
-    check: Callable[[], None], checkpointer: PieceKeeper | None, ended: tuple[int, Update] | None = None
+    check: Callable[[], None], checkpointer: PieceKeeper | None, finished: FinishedStep | None = None
 ) -> None:
     """Raise a `check`'s NotFinite only once all workers have written their files: the first to end ends all.
 
-    Every rank calls this after the same step. One that has `ended` is logged before; no state is kept any more.
+    Every rank calls this after the same step. One that has `finished` is logged before; no state is kept any more.
     """
-    if ended is not None and checkpointer is not None:
-        checkpointer.after_step(*ended, {})
+    if finished is not None and checkpointer is not None:
+        checkpointer.after_step(finished)
     try:
         check()
     except NotFinite:
@@ -301,13 +301,10 @@ class AfterStep:
         """Count a step; return the measurements after it: of an evaluation, and an epoch's loss at its end."""
         state = self._state
         if state.step == step:  # else it is counted, and what follows it was begun among other workers
-            state.step = step + 1
-            state.add(update.sums)
-            state.unfinished, state.is_torn = (step, update, {}, 0.0, 0.0), False
+            state.count(update)
         due = list(map(operator.methodcaller("is_due", step), self._evaluators))
         measured = self._evaluate(step, itertools.compress(self._evaluators, due)) if any(due) else {}
         if (step + 1) % self._split.steps == 0:
-            state.is_torn = True
             measured = {**measured, "epoch_loss": state.end_epoch()}
             with reraise_as(f"step {step}: scheduler"):
                 self._schedule.after_epoch({**state.at_end, **state.measured, "loss": measured["epoch_loss"]})
@@ -316,7 +313,6 @@ class AfterStep:
             self.stops = state.is_torn = True
             # As after the last step: what is not evaluated yet.
             measured |= self._evaluate(step, itertools.compress(self._evaluators, map(operator.not_, due)))
-        state.is_torn = self._rounds and bool(measured.keys() - {"epoch_loss"})
         return measured
 
     def _evaluate(self, step: int, evaluators: Iterable[Evaluates]) -> dict[str, float]:

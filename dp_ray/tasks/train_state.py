@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from dp_ray.engine.host_copy import ON_GPU
-from dp_ray.rundir.history import FinishedStep
+from dp_ray.engine.trainer import Update
+from dp_ray.engine.votes import Totals
 from dp_ray.system.threads import waiting
 
 
@@ -28,18 +29,22 @@ class TrainState:
     best_by: list[str] = dataclasses.field(default_factory=list)  # the metric and the mode that `best` refers to
     stopping: dict[str, Any] = dataclasses.field(default_factory=dict)  # what early stopping counts; empty without it
     at_end: dict[str, float] = dataclasses.field(default_factory=dict)
-    # The last step, while not all is done that follows it. In memory alone.
-    unfinished: "FinishedStep | None" = dataclasses.field(default=None, init=False, repr=False)
-    is_torn: bool = dataclasses.field(default=False, init=False, repr=False)  # and it cannot be done again
+    # Of the last step, until all is done that follows it; in memory alone, as the next one.
+    unfinished: Update | None = dataclasses.field(default=None, init=False, repr=False)
+    # Until then: the step's end, or what follows it, has begun, and cannot be done again.
+    is_torn: bool = dataclasses.field(default=False, init=False, repr=False)
 
-    def add(self, sums: torch.Tensor) -> None:
-        """Add a step's loss, whose sum and weight come first in `sums`, without waiting for the device."""
-        self._unread.append(sums)
+    def count(self, update: Update) -> None:
+        """Count the next step, which has ended, without waiting for the device; what follows it is left to do."""
+        self.step += 1
+        self._unread.append(update.sums)
         if len(self._unread) >= 256:
             self._read()
+        self.unfinished, self.is_torn = update, False
 
     def end_epoch(self) -> float:
         """Return the epoch's mean loss and begin the next epoch."""
+        self.is_torn = True
         self._read()
         (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
         return total / weight if weight else float("nan")
@@ -65,7 +70,7 @@ class TrainState:
 
     def _read(self) -> None:
         with waiting(ON_GPU):
-            unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
+            unread = Totals.losses(self._unread)
         for total, weight in unread:
             self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
         self._unread = []

@@ -113,9 +113,9 @@ def _train(placement: Placement, data: Data) -> None:
     optimizer_step = placement.optimizer_step()
     average = placement.average(optimizer_step)  # it takes memory
     loss_of = shard_loss(placement.called, build_step(job, world), build_metrics(job)[0], job, world.device)
-    trained = list(optimizer_step.trained.values())
+    trained = list(optimizer_step.gradients.trained.values())
     state = StepState(model, placement.parts())
-    parts = Trained(loss_of, optimizer_step.trained, [], placement.sums(trained), state, StepClock())
+    parts = Trained(loss_of, optimizer_step.gradients.trained, [], placement.sums(trained), state, StepClock())
     reduction = placement.reduction(parts, False, 0) if placement.is_sharded else Reduction(parts)
     beside = EvalState(nn.Module(), loss_of.beside)
     try:
@@ -126,7 +126,8 @@ def _train(placement: Placement, data: Data) -> None:
 
 
 def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer_step: OptimizerStep) -> None:
-    trained, world = list(optimizer_step.trained.values()), placement.world
+    gradients, world = optimizer_step.gradients, placement.world
+    trained = list(gradients.trained.values())
     replica = Replica(placement.job.seed, placement.model, world.device, reduction.trained.state)
     for most in (1, None):  # the first pass makes the optimizer's state
         (planned,) = (shards[:most] for _, shards in _shards(world, data))
@@ -144,14 +145,14 @@ def _run_twice(placement: Placement, data: Data, reduction: Reduction, optimizer
             for shard, _, batch, rows in replica.rounds(loaded._replace(loaded=islice(loaded.loaded, most))):
                 assert shard is not None
                 loss = replica.run(shard, reduction.called, batch, rows, shard.shard)
-                optimizer_step.hooks.look()
+                gradients.hooks.look()
                 reduction.backward(shard.shard, loss, torch.full_like(loss, 1 / data.split.largest_batch))
         if not placement.is_sharded:
             reduction.finish(torch.empty(0))
         reduction.trained.state.finish()
         optimizer_step.rehearse()
         del buckets
-    optimizer_step.hooks.put_back()
+    gradients.hooks.put_back()
 
 
 def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from dp_ray.engine.update import OptimizerStep
-from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import broadcast, everyone, from_rank, gathered, has_peers, own_rank
 from dp_ray.errors import ModelError, WorkerError
 from dp_ray.job.plan import split_of, with_schedule
+from dp_ray.messages import StopRequested
 from dp_ray.rundir.checkpoint import CHECKPOINTS, pack, steps_of, unpack
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.checkpoints import Training
@@ -86,9 +86,6 @@ def keep(held: Held, training: Training) -> None:
     if running.is_torn or training.context.job.why_reads:
         return
     assert isinstance(trainer.optimizer_step, OptimizerStep)
-    if (unfinished := running.unfinished) is not None:
-        step, update, measured, ended, data_wait = unfinished
-        running.unfinished = step, update._replace(stops=False), measured, ended, data_wait
     with suppress(ModelError):
         trainer.state.drop()
         trainer.optimizer_step.drop_gradients()

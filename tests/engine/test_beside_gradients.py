@@ -13,7 +13,7 @@ from torch import nn
 
 from dp_ray.engine.optimizer import runs_users_code
 from dp_ray.engine.step import Weighted, as_tensor, row_of
-from dp_ray.engine.votes import MISSING, VOTES, StepSums
+from dp_ray.engine.votes import StepSums, Totals
 from dp_ray.engine.world import CPU, World, own_rank
 from tests.support.group import history_of, run_group
 from tests.support.trainings import job_of
@@ -97,9 +97,11 @@ def test_stats_sum_as_a_table_of_torch_does(shards: int, measures: int, rows: li
         table[shard] = torch.stack([torch.as_tensor(one, dtype=torch.float64) for pair in measured for one in pair])
     stats.vote()
     stats.set_aside(7)
-    sums = stats.numbers.sum(0)
-    assert torch.equal(sums[:VOTES], table.sum(0))
-    assert (sums[VOTES].item(), sums[MISSING].item()) == (1.0, 7.0)
+    totals, sums = stats.total(), table.sum(0)
+    assert torch.equal(totals.row, torch.cat([sums, torch.tensor([1.0, 7.0])]))
+    assert totals[1:] == (*sums[:2].tolist(), 1.0, 7.0)
+    means = [None if sums[at + 1] == 0 else (sums[at] / sums[at + 1]).item() for at in range(0, 2 * measures, 2)]
+    assert Totals.means(totals.row.tolist()) == (means, 7)
 
 
 @given(st.integers(1, 50), st.data())
@@ -113,8 +115,7 @@ def test_each_worker_votes_and_counts_in_a_row_of_its_own(shards: int, data: st.
         stats.set_aside(rank + 1)
         told.append(stats.numbers)
     assert (torch.stack(told).count_nonzero(0) <= 1).all()
-    sums = torch.stack(told).sum((0, 1))
-    assert (sums[VOTES].item(), sums[MISSING].item()) == (size, size * (size + 1) / 2)
+    assert torch.stack(told).sum((0, 1)).tolist() == [0.0, 0.0, size, size * (size + 1) / 2]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from torch import nn
 
 from dp_ray.engine.random import seed_all
 from dp_ray.engine.sharded.build import build_on_meta, build_sharded
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, alone
 from dp_ray.errors import JobError, ModelError
+from dp_ray.messages import StepControl
 from dp_ray.tensors.files import local
 from tests.support.chance import handful
 from tests.support.constructors import REFUSED, WHOLE, WITHOUT_MEMORY, Constructed

@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,14 +26,14 @@ from dp_ray.engine.loading import LoadedShard
 from dp_ray.engine.model import build_model
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.user_code import free_memory, raise_as
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, text_of
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.samples import ReadRequest
+from dp_ray.messages import StepControl
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir import checkpoint
 from dp_ray.rundir.checkpoint import CheckpointWriter
-from dp_ray.rundir.history import History
+from dp_ray.rundir.history import FinishedStep, History
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks import task
@@ -332,7 +333,8 @@ class Slow(torch.Tensor):
 def test_a_read_that_waits_for_the_gpu_is_no_hang_of_this_worker() -> None:
     Slow.told.clear()
     state = TrainState()
-    state.add(torch.ones(2).as_subclass(Slow))
+    sums = torch.ones(4).as_subclass(Slow)
+    state.count(Update(sums, 0.1, torch.tensor(1.0), False))
     assert state.end_epoch() == 1.0
     assert Slow.told == ["the GPU, which may be in a collective"]
 
@@ -347,7 +349,7 @@ def test_a_scaler_that_waits_for_the_gpu_is_no_hang_of_this_worker(monkeypatch: 
         told.add(waits_for())
 
     monkeypatch.setattr(type(scaler), "step", read)
-    (loss := model(torch.ones(1, 6)).sum()).backward(step.seed(loss, 1))
+    (loss := model(torch.ones(1, 6)).sum()).backward(step.gradients.of_loss(loss, 1))
     step.apply(torch.tensor(1.0), 1, 0)
     assert told == {"the GPU, which may be in a collective"}
 
@@ -368,7 +370,7 @@ def test_the_gradient_is_weighed_and_clipped_as_the_mean_loss_of_plain_torch(
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
     step = optimizer_step_of(job_of("mlp", grad_clip=clip, optimizer=sgd), model)
     loss = model(inputs).square().sum()
-    loss.backward(step.seed(loss, 7))
+    loss.backward(step.gradients.of_loss(loss, 7))
     norm = step.apply(torch.tensor(weight, dtype=torch.float64) if on_gpu else weight, 7, 0)
     torch.testing.assert_close(norm, expected)
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -381,7 +383,8 @@ def test_the_history_is_read_from_the_device_at_once(tmp_path: Path, monkeypatch
     history = History(Storage(str(tmp_path)), Split(20, 4, 1), ["loss"], [], 0, sent.append)
     sums = [torch.tensor([number, 4.0, 0.0, 0.0], dtype=torch.float64).as_subclass(Slow) for number in range(3)]
     for step, one in enumerate(sums):
-        history.add(step, Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False), {})
+        update = Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False)
+        history.add(FinishedStep(step, update, {}, 0.0, 0.0))
     history.flush()
     (logged,) = sent
     assert [row["loss"] for row in logged] == [0.0, 0.25, 0.5]
@@ -418,7 +421,8 @@ def test_the_history_of_a_gpu_comes_while_the_training_goes_on(
 
     def add(step: int) -> None:
         sums = torch.tensor([step, 4.0, 0.0, 0.0], dtype=torch.float64).as_subclass(OnTheGpu)
-        history.add(step, Update(sums, 0.1, torch.tensor(1.0).as_subclass(OnTheGpu), False), {})
+        update = Update(sums, 0.1, torch.tensor(1.0).as_subclass(OnTheGpu), False)
+        history.add(FinishedStep(step, update, {}, time.perf_counter(), 0.0))
 
     add(0)
     add(1)

@@ -15,10 +15,9 @@ from torch.utils.data import Dataset
 
 from dp_ray.engine.recompute import blocks_by_class, choose_blocks
 from dp_ray.engine.sharded.state import ShardedParts, casting_anew
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, alone
 from dp_ray.errors import JobError
-from dp_ray.messages import Note
+from dp_ray.messages import Note, StepControl
 from dp_ray.plan.order import Order
 from tests.support import training
 from tests.support.cases import OPTIMIZERS, USUAL, compare, job_for

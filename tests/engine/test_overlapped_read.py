@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dp_ray.engine.loading import LoadedShard
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import own_rank
+from dp_ray.messages import StepControl
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
 from dp_ray.rundir.quarantine import count_quarantined

@@ -135,7 +135,7 @@ def test_where_one_of_the_optimizers_overflows_in_fp16_all_skip() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     step = step_of_two(model, scaler=scaler)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    step.seed(torch.ones(()), 1)
+    step.gradients.of_loss(torch.ones(()), 1)
     gradients_of(model, 0)
     model[3].bias.grad[0] = torch.inf
     step.apply(1, 1, 0)

@@ -16,10 +16,10 @@ import dp_ray
 from dp_ray.driver.checks import check_targets
 from dp_ray.engine.model import build_model, evaluating, returning
 from dp_ray.engine.prediction import PredictedShard
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl
 from dp_ray.plan.split import Split, Work
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import compiling, run_task

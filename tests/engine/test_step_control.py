@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from dp_ray.engine.votes import StepControl, StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl, StopRequested
 from dp_ray.outputs import merging
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage

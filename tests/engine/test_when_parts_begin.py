@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dp_ray.engine.clock import Part, StepClock
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import own_rank
+from dp_ray.messages import StepControl
 from dp_ray.monitor.faults import PARTS
 from tests.support.group import run_group
 from tests.support.trainings import job_of

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl
 from dp_ray.plan.order import Order
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.nets import Gpt, Texts
-from dp_ray.engine.votes import LAG, StepControl
+from dp_ray.engine.votes import LAG
+from dp_ray.messages import StepControl
 from dp_ray.plan.order import Order
 from tests.gpu.conftest import ON
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, plain_training, run_here

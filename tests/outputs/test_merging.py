@@ -27,11 +27,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dp_ray
-from dp_ray.engine.votes import StepControl, StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.job.job import Job
-from dp_ray.messages import Report
+from dp_ray.messages import Report, StepControl, StopRequested
 from dp_ray.outputs import files as output_files
 from dp_ray.outputs import merging
 from dp_ray.outputs import parts as outputs

@@ -15,7 +15,15 @@ from dp_ray.engine.trainer import Update
 from dp_ray.errors import StorageError
 from dp_ray.messages import Note
 from dp_ray.plan.split import Split
-from dp_ray.rundir.history import History, best_of, merge_history, read_history, summary, write_piece
+from dp_ray.rundir.history import (
+    FinishedStep,
+    History,
+    best_of,
+    merge_history,
+    read_history,
+    summary,
+    write_piece,
+)
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of
@@ -173,7 +181,7 @@ def add_steps(history: History, split: Split, first: int, end: int) -> None:
         loss = float("nan") if step == 3 else float(step)
         measured = {"eval_loss": 10.0 - step} if step % 2 else {}
         sums = torch.tensor([loss, 1.0, 0.0, 0.0], dtype=torch.float64)
-        history.add(step, Update(sums, 0.1, torch.tensor(2.0), False), measured)
+        history.add(FinishedStep(step, Update(sums, 0.1, torch.tensor(2.0), False), measured, 0.0, 0.0))
 
 
 def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dp_ray.engine.votes import StepControl
 from dp_ray.errors import StorageError
+from dp_ray.messages import StepControl
 from dp_ray.rundir import weights
 from dp_ray.rundir.weights import INDEX, read_weights, tensors_of_files, weights_path, weights_sha256, write_weights
 from dp_ray.storage import Storage

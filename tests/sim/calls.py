@@ -15,8 +15,8 @@ import torch
 from benchmarks import gpu
 from benchmarks.calls import Call, Calls
 from dp_ray.engine import loader
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
+from dp_ray.messages import StepControl
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dp_ray.engine.clock import DevicePlace, Part, StepClock
-from dp_ray.engine.votes import StepControl
+from dp_ray.messages import StepControl
 from dp_ray.system.threads import waits_for
 from tests.sim.jobs import Wide
 from tests.support import simgpu

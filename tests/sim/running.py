@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine.user_code import free_memory
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, form_group, gathered, leave_group
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Measured, Note
+from dp_ray.messages import Measured, Note, StepControl
 from dp_ray.parallel import module as parallel
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage

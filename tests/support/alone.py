@@ -4,9 +4,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.task import run_task

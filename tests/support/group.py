@@ -19,10 +19,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine.ship import pickled_copy
 from dp_ray.engine.user_code import free_memory
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.job.job import Job
-from dp_ray.messages import Measured, Report
+from dp_ray.messages import Measured, Report, StepControl
 from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from dp_ray.engine.votes import StepControl
+from dp_ray.messages import StepControl
 from dp_ray.storage import Storage
 
 

@@ -30,11 +30,10 @@ from dp_ray.engine import world as engine_world
 from dp_ray.engine.sharded import state as sharded
 from dp_ray.engine.ship import pickled_copy
 from dp_ray.engine.user_code import free_memory
-from dp_ray.engine.votes import StepControl, StopRequested
 from dp_ray.engine.world import World, cut_groups, form_group, leave_group, without_frames
 from dp_ray.errors import StorageError, WorkerError
 from dp_ray.job.job import Job
-from dp_ray.messages import Logged
+from dp_ray.messages import Logged, StepControl, StopRequested
 from dp_ray.rundir import checkpoint, ledger
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage

@@ -16,12 +16,12 @@ import torch
 from dp_ray.engine import trainer
 from dp_ray.engine.loading import seeded_dataset
 from dp_ray.engine.placement import place
-from dp_ray.engine.votes import StepControl, StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
+from dp_ray.messages import StepControl, StopRequested
 from dp_ray.rundir.checkpoint import CheckpointWriter, steps_of
-from dp_ray.rundir.history import HISTORY, end_of_pieces, forget_from, write_piece
+from dp_ray.rundir.history import HISTORY, FinishedStep, end_of_pieces, forget_from, write_piece
 from dp_ray.storage import Storage
 from dp_ray.tasks import checkpoints, evaluate, held, setup, train, views
 from dp_ray.tasks.task import run_task
@@ -154,7 +154,7 @@ def test_a_piece_with_a_step_that_is_lost_is_removed_and_its_other_rows_are_held
     folder.create()
     for steps in ([0, 1], [2, 3, 4]):
         write_piece(folder, pa.table({"step": steps}))
-    own = held.Held(rows=[(step, None, {}, 0.0, 0.0) for step in range(4)])  # type: ignore[misc]
+    own = held.Held(rows=[FinishedStep(step, None, {}, 0.0, 0.0) for step in range(4)])  # type: ignore[arg-type]
     own.look(Storage(str(tmp_path)))
     assert [row[0] for row in own.rows] == [2, 3]
     forget_from(folder, 4)

@@ -19,11 +19,10 @@ from dp_ray.driver.planning import plan_memory_of
 from dp_ray.driver.run import Options
 from dp_ray.driver.verify import verify
 from dp_ray.engine.clock import StepClock
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import own_rank
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.messages import StoppedEarly
+from dp_ray.messages import StepControl, StoppedEarly
 from dp_ray.system.threads import last_call
 from dp_ray.tasks.own_loop import PlainState
 from tests.support import loops

@@ -14,10 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.driver.replay import replay
 from dp_ray.driver.verify import _numerics
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.errors import JobError
-from dp_ray.messages import Computes
+from dp_ray.messages import Computes, StepControl
 from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
 from dp_ray.results.result import load
 from dp_ray.rundir.files import ABOUT_JSON

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,18 @@ from torch import nn
 
 import dp_ray
 from dp_ray.driver.planning import plan_job
-from dp_ray.engine.votes import StepControl
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import measured_by, named_evals
+from dp_ray.messages import StepControl
 from dp_ray.plan.costs import plan_table
 from dp_ray.report.charts import charts_of
 from dp_ray.rundir.files import has_kept_nothing
-from dp_ray.rundir.history import history_so_far, is_inner
+from dp_ray.rundir.history import history_so_far, is_inner, read_history
 from dp_ray.rundir.quarantine import merge_quarantine
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import chosen_metric
+from dp_ray.tasks.evaluate import Evaluator
 from tests.support import loops, training
 from tests.support.bad_data import Broken, quarantined
 from tests.support.builders import run_dir_of
@@ -534,3 +536,18 @@ def test_a_loop_of_ones_own_is_evaluated_on_each(tmp_path: Path) -> None:
             error = loops.error(model(few.noise[:9]), few.real[:9]).mean().item()
         assert rows[-1]["eval_few_error"] == pytest.approx(error, rel=1e-4)
         assert sum(row["eval_few_error"] is not None for row in rows) == loops.EPOCHS
+
+
+def test_an_evaluation_is_no_time_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, measure = 0.7, Evaluator.measure
+
+    def slowly(evaluator: Evaluator, step: int) -> dict[str, float]:
+        time.sleep(seconds)
+        return measure(evaluator, step)
+
+    monkeypatch.setattr(Evaluator, "measure", slowly)
+    keys = keys_of(batch_size=20, epochs=2, eval=TEST)
+    dp_ray.run(**keys, storage=str(tmp_path), name="run")
+    speeds = {row["step"]: row["rows_per_second"] for row in read_history(Storage(str(tmp_path / "run")))}
+    assert len(speeds) > 5
+    assert min(speed for step, speed in speeds.items() if step) > 20 / seconds

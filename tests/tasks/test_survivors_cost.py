@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from dp_ray.engine.votes import StepControl
 from dp_ray.job.job import Job
-from dp_ray.messages import Note
+from dp_ray.messages import Note, StepControl
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.own_loop import train_by_loop
 from dp_ray.tasks.setup import Context

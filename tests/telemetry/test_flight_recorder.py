@@ -17,9 +17,8 @@ from dp_ray.cluster import heartbeat, worker
 from dp_ray.cluster.channel import WorkerConfig
 from dp_ray.cluster.flight_recorder import current_collectives, recorded_collectives
 from dp_ray.engine.clock import DevicePlace, Part, StepClock
-from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, everyone
-from dp_ray.messages import Beat, Collective, Interrupted, Note, Started, WorkerReady
+from dp_ray.messages import Beat, Collective, Interrupted, Note, Started, StepControl, WorkerReady
 from dp_ray.monitor.watchdog import collectives_behind
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.incidents import IncidentKind

@@ -64,13 +64,13 @@ class ShardedReduction(Reduction):
         self._used, self._work, self._left = set(), None, rounds
 
     def backward(
-        self, shard: int | None, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor | None = None
+        self, shard: int | None, loss: torch.Tensor, gradient: torch.Tensor, stats: torch.Tensor | None = None
     ) -> None:
         """Run a round's backward; in the last one, after a start of the sum of `stats`, in place."""
         if stats is not None:
             self._send(stats)
         with nullcontext() if stats is None else waiting(GRADIENTS):
-            super().backward(shard, loss, seed)
+            super().backward(shard, loss, gradient)
 
     def _send(self, stats: torch.Tensor) -> None:
         self._work = dist.all_reduce(stats, group=everyone(), async_op=True)
@@ -211,10 +211,10 @@ class TreeShardedReduction(ShardedReduction):
         return super()._forward(batch, rows, shard)
 
     def backward(
-        self, shard: int | None, loss: torch.Tensor, seed: torch.Tensor, stats: torch.Tensor | None = None
+        self, shard: int | None, loss: torch.Tensor, gradient: torch.Tensor, stats: torch.Tensor | None = None
     ) -> None:
         """Run a round's backward, in which all gradients are exchanged; a dummy batch's count nothing."""
-        super().backward(shard, loss, seed, stats)
+        super().backward(shard, loss, gradient, stats)
         for parameter in self._sharded.replicated.values() if shard is None else ():
             parameter.grad = None
         for unit in self._units if self._left else ():
