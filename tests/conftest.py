@@ -30,7 +30,6 @@ from tests.support import forked_python
 from tests.support.cluster import ROOT, SELDOM, SYSTEM_CONFIG, Cluster, Run, end, free_port, ours, wait_for_port
 from tests.support.forked import start_server
 from tests.support.group import end_idle
-from tests.support.within import within
 
 if TYPE_CHECKING:
     from tests.support.s3 import Server
@@ -330,11 +329,9 @@ def run_in_session(session: "dp_ray.Session", tmp_path: Path, in_project: Path) 
 
     def on_its_workers(job: str | None = None, **keys: Any) -> dp_ray.Result:
         if "inject" in keys:
-            import ray
+            from tests.support.sessions import await_all  # it imports Ray
 
-            # A worker that an earlier test has killed is replaced while no job runs; the fault may be for that one.
-            channel = session._workers.started.channel
-            assert within(240, lambda: not ray.get(channel.mended.remote())[1])
+            await_all(session)  # the fault may be for one that is not there yet
         return session.run(job, **{"storage": str(tmp_path), "name": "run", "quiet": True, **keys})
 
     return on_its_workers

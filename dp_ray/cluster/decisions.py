@@ -6,10 +6,11 @@ what to report and to remember. `policies.py` collects the facts for Ray Train's
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from dp_ray.cluster.channel import Ask, Request, Why
+from dp_ray.cluster.channel import IDLE, Ask, Request, Terms, Why
+from dp_ray.cluster.membership import Loss
 from dp_ray.cluster.resources import Resources, capacity_for, resources_text, times
 from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
@@ -263,13 +264,37 @@ class Memory:
 class Snapshot:
     """All facts of a decision: what failed, what the workers were asked to do, and what is remembered.
 
-    `num_workers` says how many of a session's workers the job takes, the first ones; None: all.
+    `ranks` has the ranks in the `job` of workers that failed, by their numbers here; those that take no part have
+    none. `loss` is what the loss is to those that are left, None if nobody goes on. `replaces` says that what failed
+    to start were workers in the places of lost ones.
     """
 
     failure: StartFailed | WorkersFailed
     request: Request
     memory: Memory
-    num_workers: int | None = None
+    job: Terms = IDLE
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    loss: Loss | None = None
+    replaces: bool = False
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether more workers were lost, with no step between, than the others are to outlive."""
+        return self.loss is not None and self.job.outlives is not None and self.loss.losses > self.job.outlives
+
+    @property
+    def others_go_on(self) -> bool:
+        """Whether the others go on in their processes.
+
+        They do so where the user stops the run too: what they hold is kept after a step.
+        """
+        stops, failure = self.request.ask is Ask.STOP and self.job.needs_all, self.failure
+        if isinstance(failure, StartFailed):
+            return self.replaces and not stops
+        if self.loss is None or self.is_exceeded or (stops and self.loss.ranks):
+            return False
+        # After an error of a survivor all end; a worker that serves is lost alone.
+        return not self.job.has_steps or len(failure.of(Ending.LOST_PEER)) == len(failure.ended)
 
 
 class Restart(Enum):
@@ -293,9 +318,20 @@ class RestartDecision:
 def decide_restart(snapshot: Snapshot, now: float) -> RestartDecision:
     """Decide whether to restart the workers: up to `retries` times after losses and new errors that may be transient.
 
-    Workers that stopped because they were asked to, or beside workers of another kind, cost no retry. `now` is in
-    seconds, on any clock.
+    Where others go on, losses cost no retry, but for too many of them one after another: then none is left. Workers
+    that stopped because they were asked to, or beside workers of another kind, cost none. `now` is in seconds, on any
+    clock.
     """
+    if snapshot.others_go_on:
+        return RestartDecision(Restart.REPLACE, snapshot.memory)
+    memory = replace(snapshot.memory, retries=0) if snapshot.is_exceeded else snapshot.memory
+    decision = _all_restart(replace(snapshot, memory=memory), now)
+    if snapshot.job.outlives is not None and isinstance(decision.message, Interrupted):
+        return replace(decision, message=replace(decision.message, why=_why_all_restart(snapshot.failure)))
+    return decision
+
+
+def _all_restart(snapshot: Snapshot, now: float) -> RestartDecision:
     failure, memory = snapshot.failure, snapshot.memory
     if snapshot.request.ask is Ask.STOP:
         return RestartDecision(Restart.GIVE_UP, memory)
@@ -306,23 +342,27 @@ def decide_restart(snapshot: Snapshot, now: float) -> RestartDecision:
         if now - since < DEATH_SECONDS:  # a worker often reports a lost peer before Ray does
             return RestartDecision(Restart.WAIT, replace(memory, lost_peer_since=since))
     memory = replace(memory, lost_peer_since=None)
-    if failure.died and not failure.ended and min(failure.died) >= (snapshot.num_workers or 0) > 0:
+    if failure.died and not failure.ended and min(failure.died) >= snapshot.job.workers > 0:
         what = f"a worker that the job does not take was lost: {_each(failure.died.values())}"
         message = Interrupted(IncidentKind.WORKER, what, ())
         return RestartDecision(Restart.RESTART, memory, message)
-    return _after_run(failure, snapshot.request, memory, snapshot.num_workers or None)
+    return _after_run(failure, snapshot, memory)
 
 
-def _after_run(failure: WorkersFailed, request: Request, memory: Memory, num_workers: int | None) -> RestartDecision:
+def _after_run(failure: WorkersFailed, snapshot: Snapshot, memory: Memory) -> RestartDecision:
     """Decide by the first cause: a death explains its peers' errors; an error of user code explains lost peers."""
+    request = snapshot.request
+
+    def ranks(slots: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(snapshot.ranks[slot] for slot in slots if slot in snapshot.ranks))
+
     if failure.died:
-        ranks = tuple(rank for rank in failure.died if num_workers is None or rank < num_workers)
-        told = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), ranks)
+        told = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), ranks(failure.died))
         return _retry(memory, told)
     for ending in (Ending.MISTAKEN, Ending.BROKEN_GPU, Ending.RAISED, Ending.OUT_OF_MEMORY):
         if raised := failure.of(ending):
-            rank = min(raised)
-            return _after_error(rank, raised[rank], memory)
+            first = min(raised)
+            return _after_error(raised[first], ranks([first]), memory)
     if others := failure.of(Ending.OTHER_KIND):
         told = Interrupted(IncidentKind.RESIZE, others[min(others)].first_line, ())
         return RestartDecision(Restart.RESTART, memory, told)
@@ -331,10 +371,10 @@ def _after_run(failure: WorkersFailed, request: Request, memory: Memory, num_wor
         kind = IncidentKind.PREEMPTION if is_drained else IncidentKind.RESIZE
         return RestartDecision(Restart.RESTART, memory, Interrupted(kind, request.text, ()))
     what = _each(end.first_line for end in failure.ended.values())
-    return _retry(memory, Interrupted(IncidentKind.NETWORK, what, tuple(failure.ended)))
+    return _retry(memory, Interrupted(IncidentKind.NETWORK, what, ranks(failure.ended)))
 
 
-def _after_error(rank: int, error: WorkerExit, memory: Memory) -> RestartDecision:
+def _after_error(error: WorkerExit, ranks: tuple[int, ...], memory: Memory) -> RestartDecision:
     if error.kind is Ending.MISTAKEN:
         return RestartDecision(Restart.GIVE_UP, memory)
     identity = re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")  # without ids that differ each time
@@ -347,7 +387,7 @@ def _after_error(rank: int, error: WorkerExit, memory: Memory) -> RestartDecisio
     if identity in memory.seen:
         return RestartDecision(Restart.GIVE_UP, memory)
     memory = replace(memory, seen=memory.seen | {identity})
-    return _retry(memory, Interrupted(IncidentKind.ERROR, error.first_line, (rank,)))
+    return _retry(memory, Interrupted(IncidentKind.ERROR, error.first_line, ranks))
 
 
 def _after_start(failure: StartFailed, memory: Memory) -> RestartDecision:
@@ -363,7 +403,7 @@ def _after_start(failure: StartFailed, memory: Memory) -> RestartDecision:
             return RestartDecision(Restart.GIVE_UP, memory)
 
 
-def why_all_restart(failure: WorkersFailed | StartFailed) -> str:
+def _why_all_restart(failure: WorkersFailed | StartFailed) -> str:
     """Say why no survivors go on, though the job would have them do so."""
     if isinstance(failure, StartFailed):
         return "no worker is left"

@@ -33,11 +33,10 @@ from dp_ray.cluster.decisions import (
     decide_scaling,
     is_worth_a_look,
     what_failed,
-    why_all_restart,
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.errors import ClusterLost
-from dp_ray.messages import Ending, GaveUp, Interrupted, Message, Note, Starting, Waits, beat_interval
+from dp_ray.messages import GaveUp, Message, Note, Starting, Waits, beat_interval
 from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted, listed
 
@@ -133,14 +132,13 @@ class ElasticScalingPolicy:
         if request.ask in (Ask.RESTART, Ask.STOP):
             return
         self._look_at(job)
-        if job.goes_on:
-            lose_cut_off(self._channel, job, len(node_ids) + num_lost)
+        lose_cut_off(self._channel, job, len(node_ids) + num_lost)
         draining = draining_nodes() & self._held.keys()
         nodes = ray.nodes() if draining else []
         addresses = tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in draining))
         wanted = self._wanted.of_job(job.workers, job.can_stop) if job.number else self._wanted
         running = Running(wanted, len(node_ids), started, self._last_count, addresses, num_lost=num_lost)
-        if job.goes_on and not job.needs_all:
+        if job.may_shrink:
             num_staying = sum(node_id not in draining for node_id in node_ids)
             running = replace(running, num_staying=num_staying, starts_fail=job.starts_fail)
         if is_worth_a_look(running, now):
@@ -178,9 +176,7 @@ class ElasticScalingPolicy:
         out = draining_nodes() | set(self._avoided)
         nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in out]
         if must_answer and len(nodes) != 1:
-            with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
-                answers = list(pool.map(answers_at, nodes))
-            nodes = [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
+            nodes = those_that_answer(nodes)
         usable = self._wanted.without_broken({node["NodeID"]: node["Resources"] for node in nodes}, self._broken)
         return [node for node in nodes if node["NodeID"] in usable]
 
@@ -194,10 +190,17 @@ def answers_at(node: dict[str, Any]) -> bool:
         return False
 
 
+def those_that_answer(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those nodes that take a connection."""
+    with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
+        answers = list(pool.map(answers_at, nodes))
+    return [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
+
+
 def nodes_that_answer(node_ids: Collection[str]) -> set[str]:
     """Return the ids of those of these nodes that are alive and take a connection."""
-    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    return {node_id for node_id in node_ids if node_id in alive and answers_at(alive[node_id])}
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
+    return {node["NodeID"] for node in those_that_answer(alive)}
 
 
 def lose_cut_off(channel: Any, job: Terms, num_workers: int) -> None:
@@ -223,7 +226,6 @@ class RestartPolicy:
     """Decides whether failed workers are restarted; it remembers a job's failures, and reports to the driver."""
 
     channel: Any
-    keeps_idle: bool = False  # lost workers that no job takes are replaced alone
     _job: Terms = IDLE
     _memory: Memory = field(default_factory=lambda: Memory(IDLE.retries))
     _last: Restart | None = None  # its last decision
@@ -240,80 +242,56 @@ class RestartPolicy:
         self._last = self._decide(failure)
         return self._last
 
+    def on_more(self, failure: WorkersFailed | StartFailed) -> Restart | None:
+        """Take in all failures that are known by now, before the failed workers are replaced."""
+        snapshot = self._snapshot(failure)
+        return self._with_survivors(snapshot) if snapshot.others_go_on else None
+
     def _decide(self, failure: WorkersFailed | StartFailed) -> Restart:
-        request, job = ray.get(self.channel.state.remote())
-        self._look_at(job)
-        stops = request.ask is Ask.STOP  # the others go on even so: what they hold is kept after a step
-        if self._goes_on(job, failure) and not (stops and job.needs_all):
-            do = self._with_survivors(failure, job)
-            if do is not None:
-                return do
-        if job.serves and ray.get(self.channel.has_views.remote(job.number)):  # they have served since the last start
-            self._memory = replace(self._memory, retries=job.retries)
-        snapshot = Snapshot(failure, request, self._memory, job.workers or None)
-        decision = decide_restart(snapshot, time.monotonic())
+        snapshot = self._snapshot(failure)
+        decision, job = decide_restart(snapshot, time.monotonic()), snapshot.job
         self._memory = decision.memory
+        if decision.do is Restart.REPLACE:
+            return self._with_survivors(snapshot)
         if decision.do is not Restart.WAIT:  # a job that is given up leaves its memory to the next one's workers too
             self._memory = replace(self._memory, has_restarted=True)
-        message = decision.message
-        if job.goes_on and isinstance(message, Interrupted):
-            ranks = tuple(sorted(self._ranks(job, message.ranks).values()))
-            message = replace(message, why=why_all_restart(failure), ranks=ranks)
-        if message is not None:
-            send(self.channel, message)
-        if decision.do is Restart.GIVE_UP and job.number and not job.serves and isinstance(failure, WorkersFailed):
-            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(self._died(job, failure)))))
+        if decision.message is not None:
+            send(self.channel, decision.message)
+        if decision.do is Restart.GIVE_UP and job.number and job.has_steps and isinstance(failure, WorkersFailed):
+            died = {snapshot.ranks[slot]: why for slot, why in failure.died.items() if slot in snapshot.ranks}
+            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(died or dict(failure.died)))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 
-    def _ranks(self, job: Terms, slots: Collection[int]) -> dict[int, int]:
-        """Return the job's ranks of workers that failed, by Ray Train's ranks; one that took no part has none."""
-        found: dict[int, int] = ray.get(self.channel.ranks.remote(job.number, tuple(slots)))
-        return found
-
-    def _died(self, job: Terms, failure: WorkersFailed) -> dict[int, str]:
-        ranks = self._ranks(job, failure.died)
-        return {rank: failure.died[slot] for slot, rank in ranks.items()} or dict(failure.died)
+    def _snapshot(self, failure: WorkersFailed | StartFailed) -> Snapshot:
+        """Return all facts of a decision, by what the channel says of the job's views."""
+        request, job = ray.get(self.channel.state.remote())
+        self._look_at(job)
+        if not job.has_steps and ray.get(self.channel.has_views.remote(job.number)):  # since the last start
+            self._memory = replace(self._memory, retries=job.retries)
+        if isinstance(failure, StartFailed):
+            return Snapshot(failure, request, self._memory, job, replaces=self._last is Restart.REPLACE)
+        slots = (*failure.died, *failure.ended)
+        ranks, loss = ray.get(
+            [self.channel.ranks.remote(job.number, slots), self.channel.survey.remote(job.number, slots)]
+        )
+        return Snapshot(failure, request, self._memory, job, ranks, loss)
 
     def _look_at(self, job: Terms) -> None:
         if job.number != self._job.number:
             self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
             self._failed_starts = 0
 
-    def on_more(self, failure: WorkersFailed | StartFailed) -> Restart | None:
-        """Take in all failures that are known by now, before the failed workers are replaced."""
-        job = ray.get(self.channel.state.remote())[1]
-        return self._with_survivors(failure, job) if self._goes_on(job, failure) else None
-
-    def _goes_on(self, job: Terms, failure: WorkersFailed | StartFailed) -> bool:
-        """Return whether the others go on, or the job does not take those that failed."""
-        return job.goes_on or (self.keeps_idle and (not job.number or self._takes_no_part(failure, job)))
-
-    def _takes_no_part(self, failure: WorkersFailed | StartFailed, job: Terms) -> bool:
+    def _with_survivors(self, snapshot: Snapshot) -> Restart:
+        """Replace lost workers alone, and tell the driver."""
+        failure, loss = snapshot.failure, snapshot.loss
         if isinstance(failure, StartFailed):
-            return self._last is Restart.REPLACE
-        return not failure.ended and min(failure.died, default=0) >= job.workers > 0
-
-    def _with_survivors(self, failure: WorkersFailed | StartFailed, job: Terms) -> Restart | None:
-        """Replace lost workers alone, and tell the driver; None if all are to start again, or the job is given up."""
-        if isinstance(failure, StartFailed):
-            if self._last is not Restart.REPLACE:
-                return None  # all were to start again
             self._count_failed_start(failure.cause)
             return Restart.REPLACE
-        if len(failure.of(Ending.LOST_PEER)) < len(failure.ended) and not job.serves:
-            return None  # an error of a survivor; one that serves is lost alone
-        loss = ray.get(self.channel.survey.remote(job.number, (*failure.died, *failure.ended)))
-        if loss is None:
-            return None
-        # A call that ends its workers ends itself, after some tries; those that took no part cost the job nothing.
-        if job.goes_on and loss.losses > job.retries and not job.serves:
-            self._memory = replace(self._memory, retries=0)
-            return None
-        go_on_without(self.channel, job, failure)
-        if loss.ranks or loss.has_excluded:
+        go_on_without(self.channel, snapshot.job, failure)
+        if loss is not None and (loss.ranks or loss.has_excluded):
             self._failed_starts = 0
-        elif self._replaced & (failure.died.keys() | (failure.ended.keys() if job.serves else set())):
+        elif self._replaced & (failure.died.keys() | failure.ended.keys()):
             self._count_failed_start(what_failed(failure))
         elif failure.died:  # the next job is told too, if it begins before another worker is there
             told = f"a worker that took no part is lost, and another one starts in its place: {what_failed(failure)}"
@@ -325,7 +303,7 @@ class RestartPolicy:
         if self._failed_starts == REPLACING_STARTS:
             times = f"{REPLACING_STARTS} were lost as they started: {why}"
             send(self.channel, Note(f"no other worker is started in the place of a lost one: {times}"))
-            ray.get(self.channel.start_no_more.remote(self._job.number))
+            ray.get(self.channel.learn.remote(self._job.number, starts_fail=True))
 
     def with_room(self, places: Mapping[int, str]) -> set[int]:
         """Return which of these workers, by Ray Train's ranks, can be replaced now; it looks once a second.

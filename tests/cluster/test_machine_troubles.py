@@ -152,7 +152,7 @@ def test_a_broken_gpu_explains_the_errors_of_others_but_no_mistake() -> None:
     broken = WorkerExit(Ending.BROKEN_GPU, "broken", True)
     for kind, told in [(Ending.RAISED, Interrupted(IncidentKind.ERROR, "broken", (1,))), (Ending.MISTAKEN, None)]:
         both = WorkersFailed({0: WorkerExit(kind, "oh", True), 1: broken}, {})
-        assert decide_restart(Snapshot(both, NOTHING, Memory(3)), 0.0).message == told
+        assert decide_restart(Snapshot(both, NOTHING, Memory(3), ranks={1: 1}), 0.0).message == told
 
 
 @pytest.mark.parametrize("text", [BUSY, "CUDA error: out of memory"], ids=["busy", "memory"])

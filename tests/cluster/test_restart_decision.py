@@ -22,6 +22,7 @@ from dp_ray.messages import Ending, Interrupted, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
 
 NOW = 1000.0
+RANKS = {rank: rank for rank in range(6)}
 GROWTH = Request(Ask.RESTART, Why.GROWTH, "there is room for 3 workers")
 DRAIN = Request(Ask.RESTART, Why.DRAIN, "Ray drains 10.0.0.2")
 
@@ -38,7 +39,7 @@ def failed(died: dict[int, str] | None = None, **kinds: int) -> WorkersFailed:
 def decision_of(
     failure: Any, request: Request = NOTHING, retries: int = 2, now: float = NOW, **memory: Any
 ) -> RestartDecision:
-    return decide_restart(Snapshot(failure, request, Memory(retries, **memory)), now)
+    return decide_restart(Snapshot(failure, request, Memory(retries, **memory), ranks=RANKS), now)
 
 
 SEEN = frozenset({"raised oh"})
@@ -218,7 +219,9 @@ def test_the_same_error_with_another_id_is_the_same_error() -> None:
 def test_a_death_that_comes_late_ends_the_wait() -> None:
     waiting = decision_of(failed(lost_peer=0))
     assert waiting.memory.lost_peer_since == NOW
-    later = decide_restart(Snapshot(failed({1: "killed"}, lost_peer=0), NOTHING, waiting.memory), NOW + 1)
+    later = decide_restart(
+        Snapshot(failed({1: "killed"}, lost_peer=0), NOTHING, waiting.memory, ranks=RANKS), NOW + 1
+    )
     assert later.message == Interrupted(IncidentKind.WORKER, "killed", (1,))
     assert later.memory.lost_peer_since is None, "the next loss waits anew"
 

@@ -172,7 +172,7 @@ def test_workers_lost_as_they_start_end_the_growth_of_their_job_alone(monkeypatc
     handle = Handle(Channel())
     restarts = policies.RestartPolicy(handle)
     for number, is_told in ((1, True), (2, False)):
-        handle.begin.remote(Terms(number, 3, goes_on=True), [])
+        handle.begin.remote(Terms(number, 3, outlives=3), [])
         restarts._look_at(handle.state.remote()[1])
         for _ in range(policies.REPLACING_STARTS if is_told else 1):
             restarts._count_failed_start("its process was killed")
