@@ -418,15 +418,12 @@ class Channel:
 
     def _membership_of(self, group: str, expected: int) -> Membership | None:
         """Return the membership of the workers of this group; None if all were started anew since."""
-        if group not in self._groups:
-            self._begin_views_of(group, expected)
-        return self._membership if group == self._groups[-1] else None
-
-    def _begin_views_of(self, group: str, expected: int) -> None:
         earlier = self._groups
-        self._begin_views()
-        self._groups, self._started = [*earlier, group], expected
-        self._membership = Membership(expected, 1 if self._terms.may_shrink else expected)
+        if group not in earlier:
+            self._begin_views()
+            self._groups, self._started = [*earlier, group], expected
+            self._membership = Membership(expected, 1 if self._terms.may_shrink else expected)
+        return self._membership if group == self._groups[-1] else None
 
     def _expected(self) -> int:
         """Return for how many workers the first view waits: those that live, at least one."""

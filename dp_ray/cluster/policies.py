@@ -229,30 +229,39 @@ class RestartPolicy:
     _job: Terms = IDLE
     _memory: Memory = field(default_factory=lambda: Memory(IDLE.retries))
     _last: Restart | None = None  # its last decision
-    _replaced: set[int] = field(default_factory=set)  # Ray Train's ranks of workers in the places of lost ones
+    _awaited: set[int] = field(default_factory=set)  # Ray Train's ranks of workers that are to be replaced alone
+    _replaced: set[int] = field(default_factory=set)  # the same of workers that were started in such places
     _failed_starts: int = 0  # of such workers, one after another, that took no part
     _looked: float = float("-inf")
     _says_no_room: bool = False
 
+    def begin(self) -> None:
+        """Note that all workers are started anew."""
+        self._awaited.clear()
+
     def on_failure(self, failure: WorkersFailed | StartFailed) -> Restart:
         """Decide what to do after a failure, and report the decision to the driver.
 
-        If a job is given up, the workers are started anew for the next one.
+        If a job is given up, the workers are started anew for the next one. Failures of workers that are to be
+        replaced are known: they are told again as long as these wait.
         """
-        self._last = self._decide(failure)
+        snapshot = self._snapshot(failure)
+        self._last = Restart.REPLACE if snapshot is None else self._decide(snapshot)
         return self._last
 
-    def on_more(self, failure: WorkersFailed | StartFailed) -> Restart | None:
+    def on_more(self, failure: WorkersFailed | StartFailed) -> None:
         """Take in all failures that are known by now, before the failed workers are replaced."""
         snapshot = self._snapshot(failure)
-        return self._with_survivors(snapshot) if snapshot.others_go_on else None
+        if snapshot is not None and snapshot.others_go_on:
+            self._with_survivors(snapshot)
 
-    def _decide(self, failure: WorkersFailed | StartFailed) -> Restart:
-        snapshot = self._snapshot(failure)
+    def _decide(self, snapshot: Snapshot) -> Restart:
+        failure = snapshot.failure
         decision, job = decide_restart(snapshot, time.monotonic()), snapshot.job
         self._memory = decision.memory
         if decision.do is Restart.REPLACE:
-            return self._with_survivors(snapshot)
+            self._with_survivors(snapshot)
+            return Restart.REPLACE
         if decision.do is not Restart.WAIT:  # a job that is given up leaves its memory to the next one's workers too
             self._memory = replace(self._memory, has_restarted=True)
         if decision.message is not None:
@@ -263,8 +272,12 @@ class RestartPolicy:
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 
-    def _snapshot(self, failure: WorkersFailed | StartFailed) -> Snapshot:
-        """Return all facts of a decision, by what the channel says of the job's views."""
+    def _snapshot(self, failure: WorkersFailed | StartFailed) -> Snapshot | None:
+        """Return all facts of a decision, by what the channel says of the job's views; None if nothing is new."""
+        if isinstance(failure, WorkersFailed):
+            failure = failure.without(self._awaited)
+            if not failure.ended and not failure.died:
+                return None
         request, job = ray.get(self.channel.state.remote())
         self._look_at(job)
         if not job.has_steps and ray.get(self.channel.has_views.remote(job.number)):  # since the last start
@@ -282,12 +295,13 @@ class RestartPolicy:
             self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
             self._failed_starts = 0
 
-    def _with_survivors(self, snapshot: Snapshot) -> Restart:
-        """Replace lost workers alone, and tell the driver."""
+    def _with_survivors(self, snapshot: Snapshot) -> None:
+        """Have lost workers replaced alone, and tell the driver."""
         failure, loss = snapshot.failure, snapshot.loss
         if isinstance(failure, StartFailed):
             self._count_failed_start(failure.cause)
-            return Restart.REPLACE
+            return
+        self._awaited |= failure.died.keys() | failure.ended.keys()
         go_on_without(self.channel, snapshot.job, failure)
         if loss is not None and (loss.ranks or loss.has_excluded):
             self._failed_starts = 0
@@ -296,7 +310,6 @@ class RestartPolicy:
         elif failure.died:  # the next job is told too, if it begins before another worker is there
             told = f"a worker that took no part is lost, and another one starts in its place: {what_failed(failure)}"
             ray.get(self.channel.put_phase.remote(encoded(Note(told))))
-        return Restart.REPLACE
 
     def _count_failed_start(self, why: str) -> None:
         self._failed_starts += 1
@@ -319,8 +332,8 @@ class RestartPolicy:
         if self._failed_starts >= REPLACING_STARTS or request.ask is Ask.STOP:
             return set()
         out = draining_nodes() | set(job.avoided)
-        there = nodes_that_answer(set(places.values()) - out - {""})
-        found = {rank for rank, node_id in places.items() if node_id in there}
+        there = nodes_that_answer({places[rank] for rank in self._awaited & places.keys()} - out - {""})
+        found = {rank for rank in self._awaited & places.keys() if places[rank] in there}
         if not found and not self._says_no_room:
             send(self.channel, Note("no node has room for another worker now: the others go on without it"))
         self._says_no_room = not found
@@ -328,6 +341,7 @@ class RestartPolicy:
 
     def has_replaced(self, rank: int) -> None:
         """Note that another worker has been started in the place of this one, by Ray Train's rank."""
+        self._awaited.discard(rank)
         self._replaced.add(rank)
 
 

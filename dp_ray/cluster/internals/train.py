@@ -5,7 +5,7 @@ own policies.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -241,7 +241,7 @@ class OwnController(TrainController):  # type: ignore[misc]
 
     def _state_after_loss(self, group: Any, status: Any) -> Any:
         """Replace those failed workers that there is room for now; else go on, and look at the cluster."""
-        self._to_replace = self._failure_policy.with_room(self._places(group, status.errors))
+        self._to_replace = self._failure_policy.policy.with_room(self._places(group, status.errors))
         if self._to_replace:
             self._manages_replica_groups = True
             each = group.get_worker_group_context().resources_per_worker
@@ -269,7 +269,7 @@ class OwnController(TrainController):  # type: ignore[misc]
     def _execute_resize_decision(self, decision: Any) -> Any:
         if self._manages_replica_groups:
             status = self._worker_group.poll_status(timeout=POLL_SECONDS)  # more may have failed since the last one
-            self._failure_policy.tell_more(status.get_worker_group_error())
+            self._failure_policy.policy.on_more(failure_of(status.get_worker_group_error()))
         return super()._execute_resize_decision(decision)
 
     def _replace_bad_workers(self, poll_status: Any) -> None:
@@ -282,10 +282,10 @@ class OwnController(TrainController):  # type: ignore[misc]
             groups[index].shutdown()
         for index in sorted(failing & self._to_replace):
             self._worker_group.replace_replica_group(index)
-            self._failure_policy.has_replaced(index)
+            self._failure_policy.policy.has_replaced(index)
 
     def _start_worker_group(self, **given: Any) -> None:
-        self._failure_policy.begin()
+        self._failure_policy.policy.begin()
         super()._start_worker_group(**given)
 
 
@@ -301,47 +301,12 @@ class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
 
     def __init__(self, failure_config: Any, policy: "RestartPolicy") -> None:
         super().__init__(failure_config)
-        self._policy = policy
-        self._awaited: set[int] = set()  # the ranks of workers that are to be replaced, which the policy knows
-
-    def begin(self) -> None:
-        """Note that all workers are started anew."""
-        self._awaited.clear()
+        self.policy = policy
 
     def make_decision(self, training_failed_error: Exception) -> Any:
         """Called by Ray Train's controller after a failure; after NOOP again soon, with the failures known then.
 
         So it is called while workers wait to be replaced, with the same failures.
         """
-        failure = failure_of(training_failed_error)
-        new = self._without_awaited(failure)
-        if new is None:
-            return Restart.REPLACE
-        do = self._policy.on_failure(new)
-        self._note(new, do)
+        do = self.policy.on_failure(failure_of(training_failed_error))
         return _DECISIONS.get(do, do)  # the rest is for OwnController
-
-    def tell_more(self, training_failed_error: Exception) -> None:
-        """Tell of all failures that are known by now, before the failed workers are replaced."""
-        new = self._without_awaited(failure_of(training_failed_error))
-        if new is not None:
-            self._note(new, self._policy.on_more(new))
-
-    def with_room(self, places: Mapping[int, str]) -> set[int]:
-        """Return the ranks of those workers that can be replaced now, on these nodes."""
-        return self._policy.with_room({rank: node for rank, node in places.items() if rank in self._awaited})
-
-    def has_replaced(self, rank: int) -> None:
-        """Note that another worker has been started in the place of this one."""
-        self._awaited.discard(rank)
-        self._policy.has_replaced(rank)
-
-    def _without_awaited(self, failure: WorkersFailed | StartFailed) -> WorkersFailed | StartFailed | None:
-        if isinstance(failure, StartFailed):
-            return failure
-        new = failure.without(self._awaited)
-        return new if new.ended or new.died else None
-
-    def _note(self, failure: WorkersFailed | StartFailed, do: Restart | None) -> None:
-        if do is Restart.REPLACE and isinstance(failure, WorkersFailed):
-            self._awaited |= failure.ended.keys() | failure.died.keys()
