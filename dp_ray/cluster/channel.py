@@ -13,7 +13,7 @@ import math
 import pickle
 import time
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any
 
 import ray
@@ -57,26 +57,17 @@ class Ask(StrEnum):
     STOP = "stop"  # for good: no later request replaces it while the job lasts
 
 
-class Why(Enum):
-    """The reason of a request."""
-
-    NOTHING = "nothing is asked"
-    DRAIN = "nodes are about to be taken away"
-    GROWTH = "there is room for more workers"
-    USER = "the user stops the run"
-
-
 @dataclass(frozen=True)
 class Request:
-    """A request to the workers with its reason; `text` gives it with its numbers, for people."""
+    """A request to the workers; `text` says why, for people. With `drains`, nodes are about to be taken away."""
 
     ask: Ask
-    why: Why
-    text: str
+    text: str = ""
+    drains: bool = False
 
 
-NOTHING = Request(Ask.NOTHING, Why.NOTHING, "")
-STOP = Request(Ask.STOP, Why.USER, Why.USER.value)
+NOTHING = Request(Ask.NOTHING)
+STOP = Request(Ask.STOP, "the user stops the run")
 
 
 @dataclass(frozen=True)

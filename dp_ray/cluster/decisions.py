@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from dp_ray.cluster.channel import IDLE, Ask, Request, Terms, Why
+from dp_ray.cluster.channel import IDLE, Ask, Request, Terms
 from dp_ray.cluster.membership import Loss
 from dp_ray.cluster.resources import Resources, capacity_for, resources_text, times
 from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
@@ -197,7 +197,7 @@ def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
             return ScalingDecision(Resize.LEAVE, text=text)
         # Stop if the run can resume at once on the remaining capacity; else save, and run on while the nodes last.
         can_go_on = (running.capacity or 0) >= running.wanted.min_workers and running.wanted.can_stop
-        request = Request(Ask.RESTART if can_go_on else Ask.SAVE, Why.DRAIN, text)
+        request = Request(Ask.RESTART if can_go_on else Ask.SAVE, text, drains=True)
         return ScalingDecision(Resize.ASK, request=request)
     if not _may_grow(running, now):
         return ScalingDecision(Resize.GO_ON, last_count=LastCount(0, now))  # what was seen before is over
@@ -208,7 +208,7 @@ def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
     if settles or not running.wanted.can_stop:
         return ScalingDecision(Resize.GO_ON)
     text = f"there is room for {counted(capacity, 'worker')}"
-    return ScalingDecision(Resize.ASK, request=Request(Ask.RESTART, Why.GROWTH, text))
+    return ScalingDecision(Resize.ASK, request=Request(Ask.RESTART, text))
 
 
 DEATH_SECONDS = 3.0  # Ray sees a worker's death at most this much later than its peers
@@ -367,8 +367,7 @@ def _after_run(failure: WorkersFailed, snapshot: Snapshot, memory: Memory) -> Re
         told = Interrupted(IncidentKind.RESIZE, others[min(others)].first_line, ())
         return RestartDecision(Restart.RESTART, memory, told)
     if failure.of(Ending.STOPPED):
-        is_drained = request.why is Why.DRAIN
-        kind = IncidentKind.PREEMPTION if is_drained else IncidentKind.RESIZE
+        kind = IncidentKind.PREEMPTION if request.drains else IncidentKind.RESIZE
         return RestartDecision(Restart.RESTART, memory, Interrupted(kind, request.text, ()))
     what = _each(end.first_line for end in failure.ended.values())
     return _retry(memory, Interrupted(IncidentKind.NETWORK, what, ranks(failure.ended)))

@@ -8,16 +8,15 @@ workers between two steps.
 
 import socket
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from dp_ray.cluster.channel import GROUP, IDLE, NOTHING, Ask, Request, Terms, encoded, send
+from dp_ray.cluster.channel import IDLE, NOTHING, Ask, Request, Terms, encoded, send
 from dp_ray.cluster.decisions import (
     Idle,
     LastCount,
@@ -36,9 +35,8 @@ from dp_ray.cluster.decisions import (
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.errors import ClusterLost
-from dp_ray.messages import GaveUp, Message, Note, Starting, Waits, beat_interval
-from dp_ray.system.imports import prepare_imports
-from dp_ray.text import counted, listed
+from dp_ray.messages import GaveUp, Note, Waits, beat_interval
+from dp_ray.text import listed
 
 ANSWER_SECONDS = 2.0  # a node that does not take a connection in this time counts as lost
 LOOK_SECONDS = 1.0  # between two checks of the cluster
@@ -343,35 +341,3 @@ class RestartPolicy:
         """Note that another worker has been started in the place of this one, by Ray Train's rank."""
         self._awaited.discard(rank)
         self._replaced.add(rank)
-
-
-@dataclass
-class StartReports:
-    """Reports the progress of the workers' start to the driver, and sets `env` in each worker's process.
-
-    It sets `env` before torch or user code is imported there. Ray's runtime_env must not hold the values, since Ray's
-    agent logs it.
-    """
-
-    env: dict[str, str]
-    channel: Any
-    _group: str = ""  # the id of those that are started together, and of others in their places
-    _starts_all: bool = True
-
-    def on_placing(self, count: int) -> None:
-        """Report that workers are about to be placed on nodes."""
-        self._group, self._starts_all = uuid.uuid4().hex, True
-        self._say(Starting(f"starting {counted(count, 'worker')}"))
-
-    def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
-        """Report that the workers import torch, and set their `env` and the group's id in each process.
-
-        `call(do, *args)` calls `do` in each process, and returns all results.
-        """
-        if self._starts_all:
-            self._say(Starting(f"{counted(count, 'worker')} importing torch"))
-        self._starts_all = False
-        call(prepare_imports, {**self.env, GROUP: self._group})
-
-    def _say(self, phase: Message) -> None:
-        ray.get(self.channel.put_phase.remote(encoded(phase)))

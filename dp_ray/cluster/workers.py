@@ -49,11 +49,11 @@ with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever
     from ray.train import LoggingConfig, RunConfig, ScalingConfig
 
     from dp_ray.cluster.internals.core import autoscales, head_answers, put_apart
-    from dp_ray.cluster.internals.train import why_failed
+    from dp_ray.cluster.internals.train import WorkersStart, why_failed
     from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
     from dp_ray.cluster.internals.trainer import ControlledTrainer
     from dp_ray.cluster.loop import train_loop_per_worker
-    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports, answers_at
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, answers_at
 
 if TYPE_CHECKING:  # what jobs need: workers that serve modules start without it
     from dp_ray.monitor.faults import Faults
@@ -409,7 +409,7 @@ def launch(
         ),
         scaling=ElasticScalingPolicy(wanted, channel),
         restarts=RestartPolicy(channel),
-        start=StartReports(dict(keys.env), channel),
+        start=WorkersStart(dict(keys.env), channel),
         is_own=is_own,
         is_first=is_first,
     )

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, Why
+from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms
 from dp_ray.cluster.membership import Member, View
 
-RESIZE = Request(Ask.RESTART, Why.GROWTH, "there is room for more")
+RESIZE = Request(Ask.RESTART, "there is room for more")
 
 
 def played(play: Coroutine[Any, Any, None]) -> None:

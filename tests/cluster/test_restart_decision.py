@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.cluster.channel import NOTHING, STOP, Ask, Request, Why
+from dp_ray.cluster.channel import NOTHING, STOP, Ask, Request
 from dp_ray.cluster.decisions import (
     DEATH_SECONDS,
     Memory,
@@ -23,8 +23,8 @@ from dp_ray.rundir.incidents import IncidentKind
 
 NOW = 1000.0
 RANKS = {rank: rank for rank in range(6)}
-GROWTH = Request(Ask.RESTART, Why.GROWTH, "there is room for 3 workers")
-DRAIN = Request(Ask.RESTART, Why.DRAIN, "Ray drains 10.0.0.2")
+GROWTH = Request(Ask.RESTART, "there is room for 3 workers")
+DRAIN = Request(Ask.RESTART, "Ray drains 10.0.0.2", drains=True)
 
 
 def ended(kind: Ending, text: str = "oh", has_progressed: bool = True) -> WorkerExit:
@@ -199,7 +199,7 @@ def test_capacity_that_was_taken_is_waited_for_without_a_retry() -> None:
 
 def test_a_word_in_an_order_decides_nothing() -> None:
     """The reason is the enum, whatever the text says."""
-    request = Request(Ask.RESTART, Why.GROWTH, "there is room, for nobody drains anything")
+    request = Request(Ask.RESTART, "there is room, for nobody drains anything")
     message = decision_of(failed(stopped=0), request).message
     assert isinstance(message, Interrupted) and message.kind is IncidentKind.RESIZE
 

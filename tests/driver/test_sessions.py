@@ -27,7 +27,7 @@ from dp_ray.errors import ClusterError, JobError, ModelError, RunInterrupted, Wo
 from tests.support import models
 from tests.support.cluster import ROOT, Cluster
 from tests.support.pages import blocks_of
-from tests.support.sessions import await_all, share
+from tests.support.sessions import share
 from tests.support.trainings import keys_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -51,7 +51,6 @@ def test_jobs_on_the_same_workers_give_what_one_process_gives(
 ) -> None:
     task: dict[str, Any] = {"max_steps": 20, "bitwise": True} if "digits" in job else {}
     expected = alone(tmp_path, job, **task)
-    await_all(session)
     results = [
         session.run(job, workers=count, shards=3, storage=str(tmp_path), name=f"on-{count}", **task)
         for count in (2, 3, 1)

@@ -5,17 +5,20 @@ own policies.
 """
 
 import re
+import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from dp_ray.cluster.channel import GROUP, encoded
 from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, WorkersFailed
 from dp_ray.cluster.internals.controller import NoSynchronization
 from dp_ray.cluster.internals.core import autoscales, label_of
 from dp_ray.cluster.internals.train_worker import MESSAGES, RayTrainWorker, enter_process
-from dp_ray.messages import WorkerExit
-from dp_ray.system.imports import postponed
+from dp_ray.messages import Starting, WorkerExit
+from dp_ray.system.imports import postponed, prepare_imports
+from dp_ray.text import counted
 
 with postponed("ray.data", "pandas"):
     import ray.train
@@ -80,31 +83,44 @@ with postponed("ray.data", "pandas"):
     from ray.train.v2._internal.util import bundle_to_remote_args
 
 if TYPE_CHECKING:
-    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy
 
 # A part of the command line of its process. Public: `ray list actors`.
 WORKER_PROCESS = RayTrainWorker.__name__
 
 
 class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
-    """Called while workers start, before torch or user code is imported in their processes."""
+    """Called while workers start: it reports how far they are, and sets `env` in each worker's process.
 
-    def __init__(self, reports: "StartReports") -> None:
-        self._reports = reports
+    It sets `env` before torch or user code is imported there. Ray's runtime_env must not hold the values, since Ray's
+    agent logs it.
+    """
+
+    def __init__(self, env: dict[str, str], channel: Any) -> None:
+        self.env, self._channel = env, channel
+        self._group = ""  # the id of those that are started together, and of others in their places
+        self._starts_all = True
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Called by Ray Train before it places workers."""
-        self._reports.on_placing(worker_group_context.num_workers)
+        self._group, self._starts_all = uuid.uuid4().hex, True
+        self._say(f"starting {counted(worker_group_context.num_workers, 'worker')}")
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Called by Ray Train when the workers' processes run; no context is added."""
 
-        def call(do: Callable[..., Any], *args: Any) -> list[Any]:
-            return list(ray.get([worker.execute_async(do, *args) for worker in workers]))
+        def call(do: Callable[..., Any], *args: Any) -> None:
+            ray.get([worker.execute_async(do, *args) for worker in workers])
 
         call(enter_process, get_env_vars_to_propagate())
-        self._reports.on_processes(len(workers), call)
+        if self._starts_all:
+            self._say(f"{counted(len(workers), 'worker')} importing torch")
+        self._starts_all = False
+        call(prepare_imports, {**self.env, GROUP: self._group})
         return {}
+
+    def _say(self, phase: str) -> None:
+        ray.get(self._channel.put_phase.remote(encoded(Starting(phase))))
 
 
 class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
