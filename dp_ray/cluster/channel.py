@@ -113,6 +113,7 @@ IDLE = Terms()
 
 
 HOLD_SECONDS = 0.25
+TAKE_SECONDS = 60.0  # until all have taken a job that none can run without the others; else all start again
 LOOK_SECONDS = 1.0  # between two looks for members that give no sign
 VIEWS = 8  # in a row in which no step is finished
 OUT = "the others go on without this worker"
@@ -395,8 +396,9 @@ class Channel:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
                 if self._membership is membership:  # else the job has ended, or all were started anew
-                    if not self._terms.may_shrink and not membership.view.number and self._standing_still():
-                        return f"another worker has not taken the job for {self._terms.rejoin:g} s (timeouts.rejoin)"
+                    must_be_all = not self._terms.may_shrink and not membership.view.number
+                    if must_be_all and self._standing_still(TAKE_SECONDS):
+                        return f"another worker has not taken the job for {TAKE_SECONDS:g} s"
                     self._leave_silent_out(membership)
             if self._terms.number != number:
                 return None
@@ -435,7 +437,7 @@ class Channel:
         """
         now, step = time.monotonic(), self._terms.step
         if not membership.view.number:
-            self._lost |= self._standing_still()
+            self._lost |= self._standing_still(self._terms.rejoin)
             membership.expected = self._expected()
             self._settle(membership)
         if not membership.is_breaking:
@@ -447,10 +449,10 @@ class Channel:
             membership.exclude(awaited, f"it did not leave its step within {step:g} s (timeouts.step)")
         self._settle(membership)
 
-    def _standing_still(self) -> set[int]:
-        """Return the slots of workers that were idle, and have not said for long that they have the job."""
-        late = time.monotonic() - self._terms.rejoin
-        return {slot for slot, given in self._given.items() if given <= late}
+    def _standing_still(self, seconds: float) -> set[int]:
+        """Return the slots of workers that were idle, and have not said for so long that they have the job."""
+        late = time.monotonic() - seconds
+        return {slot for slot, given in self._given.items() if given <= late and slot < self._started}
 
     def _exclude_silent(self, membership: Membership, names: list[str]) -> None:
         late, rejoin = time.monotonic() - self._terms.rejoin, self._terms.rejoin
