@@ -65,12 +65,10 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
     node_id, here = ray.get_runtime_context().get_node_id(), place_of_worker(terms.workers)
     name = uuid.uuid4().hex
     worker = replace(worker, number=terms.number, kind=terms.kind, node_id=node_id, name=name)
-    held = None if terms.outlives is None else Held()
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
     with isolated() as remains, environment(env), prints as lines:
         import_from(folders)
-        ended = run_in_views(worker, packed, here, held, lines)
-        del held
+        ended = run_in_views(worker, terms, packed, here, lines)
     if ended is not None:
         attempt, rank, is_stopped = ended
         imported = imported_files() if rank == 0 and not terms.is_last else ()
@@ -78,14 +76,17 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
 
 
 def run_in_views(
-    worker: WorkerConfig, packed: Any, here: World, held: Held | None, prints: Lines
+    worker: WorkerConfig, terms: Terms, packed: Any, here: World, prints: Lines
 ) -> tuple[str, int, bool] | None:
     """Run the job in one view after another, as long as workers are lost or come; return how it ended here.
 
     That is the last view's attempt, the rank in it, and whether the job stopped as the user asked; None if the job
-    has ended without this worker. `held` is what this process holds from one view to the next.
+    has ended without this worker.
     """
-    attempt, has_lost_peer = f"{os.environ[GROUP]}-{worker.number}", False
+    attempt, has_lost_peer = f"{os.environ[GROUP]}-{terms.number}", False
+    held = (
+        None if terms.outlives is None else Held()
+    )  # from one view to the next; without it, a loss ends the process
     with reported_errors(worker, attempt, here, lambda: False):
         assigned, here = assignment_of(packed, here)
         if held is not None and ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
