@@ -333,7 +333,8 @@ class RestartPolicy:
         there = nodes_that_answer({places[rank] for rank in self._awaited & places.keys()} - out - {""})
         found = {rank for rank in self._awaited & places.keys() if places[rank] in there}
         if not found and not self._says_no_room:
-            send(self.channel, Note("no node has room for another worker now: the others go on without it"))
+            others = "wait for it" if job.needs_all else "go on without it"
+            send(self.channel, Note(f"no node has room for another worker now: the others {others}"))
         self._says_no_room = not found
         return found
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from dp_ray.cluster import policies
 from dp_ray.cluster.channel import STOP, Channel, Terms
 from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, WorkersFailed
 from dp_ray.cluster.membership import Left, Member
@@ -147,3 +148,19 @@ def test_with_gpus_all_start_again_and_no_rank_of_the_job_is_named(channel: Play
     (message,) = told(channel)
     assert isinstance(message, Interrupted)
     assert (message.ranks, message.what) == ((), f"a worker that the job does not take was lost: {KILLED}")
+
+
+@pytest.mark.parametrize(("needs_all", "others"), [(False, "go on without it"), (True, "wait for it")])
+def test_where_no_node_has_room_it_is_said_once_what_the_others_do(
+    channel: Played, monkeypatch: pytest.MonkeyPatch, needs_all: bool, others: str
+) -> None:
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(policies, "draining_nodes", set)
+    monkeypatch.setattr(ray, "nodes", list)
+    channel.play(in_views())
+    channel.there._terms = replace(channel.there._terms, needs_all=needs_all)
+    policy = RestartPolicy(channel)
+    assert policy.on_failure(died(2)) is Restart.REPLACE
+    told(channel)
+    assert policy.with_room({2: "node"}) == policy.with_room({2: "node"}) == set()
+    assert [note.text for note in told(channel)] == [f"no node has room for another worker now: the others {others}"]
