@@ -318,10 +318,28 @@ def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
 
 
 @pytest.fixture(scope="session")
-def session(cluster: Cluster) -> "Iterator[dp_ray.Session]":
+def opened_session(cluster: Cluster) -> "Iterator[dp_ray.Session]":
     """A session of three workers, which all tests that ask for it share."""
     with contextlib.chdir(ROOT), dp_ray.session(address=cluster.address, workers=3) as opened:
         yield opened
+
+
+@pytest.fixture
+def session(opened_session: "dp_ray.Session") -> "dp_ray.Session":
+    """The same, once others are in the places of those that an earlier test has killed."""
+    await_all(opened_session)
+    return opened_session
+
+
+def await_all(session: "dp_ray.Session") -> None:
+    """Wait for all workers of a session: a job begins without those that were killed before it.
+
+    A fault may be for one of them.
+    """
+    import ray
+
+    channel = session._workers.started.channel
+    assert within(240, lambda: not ray.get(channel.lost.remote()))
 
 
 @pytest.fixture
@@ -330,11 +348,7 @@ def run_in_session(session: "dp_ray.Session", tmp_path: Path, in_project: Path) 
 
     def on_its_workers(job: str | None = None, **keys: Any) -> dp_ray.Result:
         if "inject" in keys:
-            import ray
-
-            # A worker that an earlier test has killed is replaced while no job runs; the fault may be for that one.
-            channel = session._workers.started.channel
-            assert within(240, lambda: not ray.get(channel.mended.remote())[1])
+            await_all(session)
         return session.run(job, **{"storage": str(tmp_path), "name": "run", "quiet": True, **keys})
 
     return on_its_workers

@@ -4,15 +4,16 @@ Through it the workers also get their job, its terms, and requests between two s
 so its process imports neither torch nor the user's modules. This module imports next to nothing of dp_ray, so that
 the processes of the channel and of Ray Train's controller stay small.
 
-The channel also makes the views of a job whose workers go on where one is lost (`membership.py`).
+The channel also makes the views of a job's workers (`membership.py`), and says who goes on where one is lost.
 """
 
 import asyncio
 import contextlib
+import math
 import pickle
 import time
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any
 
 import ray
@@ -21,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dp_ray.cluster.membership import Leave, Left, Loss, Member, Membership, View
 
 GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
+RUN_JOB, SERVE = ("dp_ray.cluster.worker", "run_job"), ("dp_ray.cluster.server", "serve")  # module and function
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class WorkerConfig:
     """The settings of a worker when it starts.
 
     `number` is that of the job that runs, `kind` that of its terms, `node_id` Ray's of the worker's node. `name` is
-    that of the process in views, and `view` the number of its view, 0 without one.
+    that of the process in views, and `view` the number of its view, 0 before the first one. `imports` is the module
+    that it needs first.
     """
 
     channel: Any
@@ -37,7 +40,7 @@ class WorkerConfig:
     number: int = 0
     kind: str = ""
     node_id: str = ""
-    is_for_modules: bool = False  # it will run no job
+    imports: str = RUN_JOB[0]
     name: str = ""
     view: int = 0
 
@@ -54,38 +57,30 @@ class Ask(StrEnum):
     STOP = "stop"  # for good: no later request replaces it while the job lasts
 
 
-class Why(Enum):
-    """The reason of a request."""
-
-    NOTHING = "nothing is asked"
-    DRAIN = "nodes are about to be taken away"
-    GROWTH = "there is room for more workers"
-    USER = "the user stops the run"
-
-
 @dataclass(frozen=True)
 class Request:
-    """A request to the workers with its reason; `text` gives it with its numbers, for people."""
+    """A request to the workers; `text` says why, for people. With `drains`, nodes are about to be taken away."""
 
     ask: Ask
-    why: Why
-    text: str
+    text: str = ""
+    drains: bool = False
 
 
-NOTHING = Request(Ask.NOTHING, Why.NOTHING, "")
-STOP = Request(Ask.STOP, Why.USER, Why.USER.value)
+NOTHING = Request(Ask.NOTHING)
+STOP = Request(Ask.STOP, "the user stops the run")
 
 
 @dataclass(frozen=True)
 class Terms:
     """A job as it is known without unpickling it; `number` counts a session's jobs from 1, 0: none runs.
 
-    `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it. `serves`
-    says that it is no job: the workers take calls of parallel modules. `kind` is
-    what a bitwise job's workers of its last attempt computed on, "" before there is one; `avoided` are the ids of the
-    nodes whose workers would compute differently, `broken` those of nodes with a broken GPU. With `goes_on`, the
-    survivors of a lost worker do. `rejoin` and `step` are seconds, those of the job's `timeouts`. `needs_all` says
-    that no fewer workers can run the job, `starts_fail` that no more are started in the places of lost ones.
+    `runs` is what each worker calls with them. `can_stop` says whether the job keeps work to resume from, `is_last`
+    whether the session ends with it. `outlives` is how many losses, with no step between them, the others survive in
+    their processes; None: where one is lost, all end. `kind` is what a bitwise job's workers of its last attempt
+    computed on, "" before there is one; `avoided` are the ids of the nodes whose workers would compute differently,
+    `broken` those of nodes with a broken GPU. `rejoin` and `step` are seconds, those of the job's `timeouts`.
+    `needs_all` says that no fewer workers can run the job, `starts_fail` that no more are started in the places of
+    lost ones.
     """
 
     number: int = 0
@@ -93,8 +88,8 @@ class Terms:
     retries: int = 3
     can_stop: bool = True
     is_last: bool = False
-    serves: bool = False
-    goes_on: bool = False
+    runs: tuple[str, str] = RUN_JOB
+    outlives: float | None = None
     rejoin: float = 10.0
     step: float | None = None
     needs_all: bool = False
@@ -103,19 +98,35 @@ class Terms:
     broken: tuple[str, ...] = ()
     starts_fail: bool = False
 
+    @property
+    def may_shrink(self) -> bool:
+        """Whether some of the workers can go on without the others."""
+        return self.outlives is not None and not self.needs_all
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether it ends after some steps. Calls of modules have none: each loss between two calls is survived."""
+        return self.outlives != math.inf
+
 
 IDLE = Terms()
 
 
 HOLD_SECONDS = 0.25
+TAKE_SECONDS = 60.0  # until all have taken a job that none can run without the others; else all start again
 LOOK_SECONDS = 1.0  # between two looks for members that give no sign
 VIEWS = 8  # in a row in which no step is finished
+OUT = "the others go on without this worker"
 
 
 class Channel:
-    """The actor: it holds the session's job, the workers' messages, the current request, and who has ended."""
+    """The actor: it holds the session's job, the workers' messages, the current request, and the workers' views.
 
-    def __init__(self) -> None:
+    With `keeps_idle`, a lost worker that takes no part in a job is replaced alone.
+    """
+
+    def __init__(self, keeps_idle: bool = True) -> None:
+        self._keeps_idle = keeps_idle
         self._messages: list[bytes] = []
         self._arrived = asyncio.Event()
         self._request = NOTHING
@@ -126,25 +137,23 @@ class Channel:
         self._group = ""  # of the workers that asked last for a job
         self._num_workers = 1  # of these
         self._lost: set[int] = set()  # the slots of those that are lost, until others are there in their places
-        self._is_mended = False  # some were lost, and the others stay
         self._given: dict[int, float] = {}  # when a job was given to the slots that have not said that they have it
         self._lost_group = ""  # of the workers whose job was given up
         self._fired: set[int] = set()  # the numbers of faults that were injected
-        self._ended: dict[str, set[int]] = {}  # the ranks that have ended, by attempt
         self._stores: dict[str, tuple[str, int]] = {}  # host and port, by attempt
         self._changed = asyncio.Condition()
         self._begin_views()
-        self._served = 0  # the number of what was served last, whose workers still say what they leave behind
+        self._finished = 0  # the number of what has finished last, whose workers still say what they leave behind
 
     def _begin_views(self) -> None:
-        self._membership: Membership | None = None  # of the workers of a job that goes on
+        self._membership: Membership | None = None  # of the job's workers
         self._started = 0  # how many workers the job takes
         self._lost_early = 0  # how often workers were lost before the first view
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
         self._breaks_since: float | None = None  # the view of the membership
-        self._rejoins: dict[int, bool] = {}  # by views that were left together: whether there is a next one
-        self._saved: set[int] = set()  # the views whose rank 0 has kept the work
+        self._ends: dict[int, dict[int, tuple[bool, bool]]] = {}  # what they say who have come to the end of a view
+        self._rejoins: dict[int, bool] = {}  # by views that all have come to the end of: whether there is a next one
 
     async def put(self, message: bytes, number: int = 0, view: int = 0, name: str = "", step: int = 0) -> Ask:
         """Take in a message about job `number`, 0: about any; the answer is what the workers are asked to do now.
@@ -155,7 +164,7 @@ class Channel:
         """
         if name and not view and self._membership is not None and self._membership.is_gone(name):
             return Ask.END
-        if number in (0, self._terms.number, self._served):
+        if number in (0, self._terms.number, self._finished):
             self._messages.append(message)
             self._arrived.set()
         if view and self._membership is not None:
@@ -188,8 +197,7 @@ class Channel:
         """Hand a job to the workers; `job` holds the reference of its bytes."""
         async with self._changed:
             self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
-            self._fired, self._ended, self._stores = set(), {}, {}
-            self._served = 0
+            self._fired, self._stores, self._finished = set(), {}, 0
             self._begin_views()
             self._terms, self._job = terms, job
             self._changed.notify_all()
@@ -197,7 +205,7 @@ class Channel:
     async def finish(self, number: int) -> None:
         """End a job, so that no worker begins it any more."""
         if number == self._terms.number:
-            self._served = number if self._terms.serves else 0
+            self._finished = number
             await self._become_idle()
 
     async def give_up(self, number: int, message: bytes) -> None:
@@ -231,8 +239,7 @@ class Channel:
         worker itself is the one in `slot`, as Ray Train numbers them.
         """
         if group and group != self._group:
-            self._group, self._num_workers, self._lost, self._is_mended = group, num_workers, set(), False
-            self._given = {}
+            self._group, self._num_workers, self._lost, self._given = group, num_workers, set(), {}
         self._lost.discard(slot)
         self._phase = []  # this worker has started
         async with self._changed:
@@ -271,26 +278,24 @@ class Channel:
         """Return the request to the workers, and the terms of the job that they run."""
         return self._request, self._terms
 
-    async def settle(self, number: int, kind: str) -> None:
-        """Note what all workers of job `number` compute on, for the job's next attempt."""
-        if number == self._terms.number:
-            self._terms = replace(self._terms, kind=kind)
-
-    async def avoid(self, number: int, node_ids: tuple[str, ...]) -> None:
-        """Have job `number` go on without workers on these nodes."""
-        if number == self._terms.number:
-            avoided = tuple(dict.fromkeys((*self._terms.avoided, *node_ids)))
-            self._terms = replace(self._terms, avoided=avoided)
-
-    async def start_no_more(self, number: int) -> None:
-        """Have job `number` go on with the workers that it has."""
-        if number == self._terms.number:
-            self._terms = replace(self._terms, starts_fail=True)
-
-    async def tell_broken(self, number: int, node_id: str) -> None:
-        """Have job `number` go on without the node, which has a broken GPU, if others have room for it."""
-        if number == self._terms.number:
-            self._terms = replace(self._terms, broken=tuple(dict.fromkeys((*self._terms.broken, node_id))))
+    async def learn(
+        self,
+        number: int,
+        kind: str = "",
+        avoided: tuple[str, ...] = (),
+        broken: tuple[str, ...] = (),
+        starts_fail: bool = False,
+    ) -> None:
+        """Have job `number` go on with what was found out: see `Terms`. Nodes come to those that are known."""
+        terms = self._terms
+        if number == terms.number:
+            self._terms = replace(
+                terms,
+                kind=kind or terms.kind,
+                avoided=tuple(dict.fromkeys((*terms.avoided, *avoided))),
+                broken=tuple(dict.fromkeys((*terms.broken, *broken))),
+                starts_fail=starts_fail or terms.starts_fail,
+            )
 
     async def fire(self, fault: int) -> bool:
         """Return whether a fault is still to be injected: true on the first call only, over all attempts."""
@@ -298,21 +303,22 @@ class Channel:
         self._fired.add(fault)
         return is_first
 
-    async def end(self, attempt: str, rank: int, world_size: int, wait: bool, view: int = 0) -> bool:
-        """Note that a worker has nothing left to run or keep; with `wait`, wait for the attempt's other workers.
+    async def end(self, view: int, rank: int, world_size: int, is_through: bool, is_kept: bool = True) -> bool:
+        """Wait until all of a view have come to its end; return whether they are to ask for another one.
 
-        Return False if their view breaks before.
+        Each is through with its task, or has left it after a step. Who has left stops as the user has asked, or to be
+        started again, only if rank 0 has kept the work, `is_kept`; else all go on in another view, also who is
+        through: in a prediction each stops by itself. So they do if one of them is lost before.
         """
         async with self._changed:
-            self._ended.setdefault(attempt, set()).add(rank)
+            ends = self._ends.setdefault(view, {})
+            ends[rank] = is_through, is_kept
+            if len(ends) == world_size:
+                stops = ends[0][1] and self._request.ask in (Ask.STOP, Ask.RESTART)
+                self._rejoins[view] = not stops and not all(is_through for is_through, _ in ends.values())
             self._changed.notify_all()
-
-            def have_all() -> bool:
-                return len(self._ended.get(attempt, ())) == world_size
-
-            if wait:
-                await self._changed.wait_for(lambda: have_all() or self._is_broken(view))
-            return have_all()
+            await self._changed.wait_for(lambda: view in self._rejoins or self._is_broken(view))
+            return self._rejoins.get(view, True)
 
     async def has_views(self, number: int, group: str = "") -> bool:
         """Return whether workers of this group, by default of the last one, run job `number` in views already."""
@@ -364,25 +370,24 @@ class Channel:
                 self._membership.break_up()
                 self._changed.notify_all()
 
-    async def mended(self) -> tuple[bool, set[int]]:
-        """Return whether workers were replaced alone, and the slots of those in whose places there are none yet.
-
-        Ray Train does not count a worker that was replaced alone among those of its node.
-        """
-        return self._is_mended, self._lost
+    async def lost(self) -> set[int]:
+        """Return the slots of the workers that are lost, and in whose places there are no others yet."""
+        return self._lost
 
     async def ask(
         self, number: int, group: str, member: Member, progress: int, has_lost_peer: bool, expected: int
-    ) -> View | None:
-        """Return the next view of job `number` with this worker; None if the job has ended, or goes on without it.
+    ) -> View | str | None:
+        """Return the next view of job `number` with this worker, None if the job has ended, or why it is to end.
 
         `group` is the id of the workers that were started together, `expected` how many of them the job takes.
         `progress` counts what the worker has finished.
         """
         async with self._changed:
-            membership = self._membership_of(group, expected) if self._terms.number == number else None
-            if membership is None:
+            if self._terms.number != number:
                 return None
+            membership = self._membership_of(group, expected)
+            if membership is None:
+                return OUT
             membership.expected = self._expected()
             may_ask = membership.ask(member, progress, has_lost_peer)
             self._heard[member.name] = time.monotonic()
@@ -391,9 +396,14 @@ class Channel:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
                 if self._membership is membership:  # else the job has ended, or all were started anew
+                    must_be_all = not self._terms.may_shrink and not membership.view.number
+                    if must_be_all and self._standing_still(TAKE_SECONDS):
+                        return f"another worker has not taken the job for {TAKE_SECONDS:g} s"
                     self._leave_silent_out(membership)
+            if self._terms.number != number:
+                return None
             is_in = self._membership is membership and membership.view.rank(member.name) is not None
-            return membership.view if may_ask and is_in else None
+            return membership.view if may_ask and is_in else OUT
 
     async def is_out(self, name: str) -> bool:
         """Return whether the others go on without the process of this name, which may live."""
@@ -401,20 +411,16 @@ class Channel:
 
     def _membership_of(self, group: str, expected: int) -> Membership | None:
         """Return the membership of the workers of this group; None if all were started anew since."""
-        if group not in self._groups:
-            self._begin_views_of(group, expected)
-        return self._membership if group == self._groups[-1] else None
-
-    def _begin_views_of(self, group: str, expected: int) -> None:
         earlier = self._groups
-        self._begin_views()
-        self._groups, self._started = [*earlier, group], expected
-        self._membership = Membership(expected, expected if self._terms.needs_all else 1)
-        self._ended = {}
+        if group not in earlier:
+            self._begin_views()
+            self._groups, self._started = [*earlier, group], expected
+            self._membership = Membership(expected, 1 if self._terms.may_shrink else expected)
+        return self._membership if group == self._groups[-1] else None
 
     def _expected(self) -> int:
         """Return for how many workers the first view waits: those that live, at least one."""
-        return self._started if self._terms.needs_all else max(1, len(set(range(self._started)) - self._lost))
+        return max(1, len(set(range(self._started)) - self._lost)) if self._terms.may_shrink else self._started
 
     def _settle(self, membership: Membership) -> None:
         """Make the next view, if it can be; before any message of it, the driver is told who has left."""
@@ -431,7 +437,7 @@ class Channel:
         """
         now, step = time.monotonic(), self._terms.step
         if not membership.view.number:
-            self._lost |= {slot for slot, given in self._given.items() if now - given >= self._terms.rejoin}
+            self._lost |= self._standing_still(self._terms.rejoin)
             membership.expected = self._expected()
             self._settle(membership)
         if not membership.is_breaking:
@@ -443,6 +449,11 @@ class Channel:
             membership.exclude(awaited, f"it did not leave its step within {step:g} s (timeouts.step)")
         self._settle(membership)
 
+    def _standing_still(self, seconds: float) -> set[int]:
+        """Return the slots of workers that were idle, and have not said for so long that they have the job."""
+        late = time.monotonic() - seconds
+        return {slot for slot, given in self._given.items() if given <= late and slot < self._started}
+
     def _exclude_silent(self, membership: Membership, names: list[str]) -> None:
         late, rejoin = time.monotonic() - self._terms.rejoin, self._terms.rejoin
         silent = [name for name in names if self._heard.get(name, late) <= late]
@@ -451,19 +462,20 @@ class Channel:
     async def survey(self, number: int, slots: tuple[int, ...]) -> Loss | None:
         """Return what the loss of the processes in these slots would be, as Ray Train numbers them.
 
-        None if nobody could go on: all are to start again.
+        None if nobody goes on: all are to start again. On GPUs they always do: that NCCL's groups can be formed anew
+        in the same processes is not proven.
         """
-        membership = self._membership
+        membership, outlives = self._membership, self._terms.outlives
         if number != self._terms.number:
+            return None
+        if outlives is None and (not self._keeps_idle or await self.ranks(number, slots)):
             return None
         if membership is None or not membership.view.number:
             lives = len(self._lost.union(slots)) < self._num_workers
             return Loss((), self._lost_early + 1 if number else 0) if lives else None
-        loss, view = membership.loss_of(slots), membership.view.number
-        ended = _leave_of(view) if self._stops(view) else _end_of(view)
-        num_ended = len(self._ended.get(ended, ()))
-        may_have_left = loss is not None and bool(loss.ranks) and num_ended == len(membership.view.members)
-        is_idle = membership.idle_views > VIEWS and not self._terms.serves
+        loss = membership.loss_of(slots)
+        may_have_left = loss is not None and bool(loss.ranks) and not self._rejoins.get(membership.view.number, True)
+        is_idle = membership.idle_views > max(VIEWS, outlives or 0)
         return None if may_have_left or is_idle else loss
 
     async def ranks(self, number: int, slots: tuple[int, ...]) -> dict[int, int]:
@@ -496,7 +508,6 @@ class Channel:
             return
         async with self._changed:
             self._lost.update(slots)
-            self._is_mended = True
             if self._membership is None or not self._membership.view.number:
                 self._lost_early += 1
             if self._membership is not None:
@@ -504,37 +515,8 @@ class Channel:
                 self._membership.lose(slots, why)
                 self._settle(self._membership)
 
-    async def leave(self, view: int, rank: int, world_size: int, is_kept: bool) -> bool:
-        """Wait until all of a view have stopped after the same step; return whether they are to ask for another one.
-
-        Else they stop as the user has asked, or to be started again: only if rank 0 has kept the work, `is_kept`.
-        """
-        if rank == 0 and is_kept:
-            self._saved.add(view)
-        await self._break_if_waited_for(view, _end_of(view))
-        if not await self.end(_leave_of(view), rank, world_size, True, view):
-            return True
-        return self._rejoins.setdefault(view, not self._stops(view))
-
-    def _stops(self, view: int) -> bool:
-        """Return whether all of a view stop once they have left it: what rank 0 has kept is to go on from later."""
-        return view in self._saved and self._request.ask in (Ask.STOP, Ask.RESTART)
-
-    async def through(self, view: int, rank: int, world_size: int) -> bool:
-        """Wait until all of a view have done their task; return False if one of them was lost or has left before."""
-        await self._break_if_waited_for(view, _leave_of(view))
-        return await self.end(_end_of(view), rank, world_size, True, view)
-
-    async def _break_if_waited_for(self, view: int, ended: str) -> None:
-        """Break a view of which some leave, and others wait for the end: in a prediction each stops by itself."""
-        membership = self._membership
-        if membership is not None and membership.view.number == view and self._ended.get(ended):
-            async with self._changed:
-                membership.break_up()
-                self._changed.notify_all()
-
     def _is_broken(self, view: int) -> bool:
-        return bool(view) and (self._membership is None or self._membership.asks(view) is Leave.NOW)
+        return self._membership is None or self._membership.asks(view) is Leave.NOW
 
     async def set_store(self, attempt: str, host: str, port: int) -> None:
         """Say where rank 0 holds the attempt's store, at which its workers form their process group."""
@@ -542,7 +524,7 @@ class Channel:
             self._stores[attempt] = host, port
             self._changed.notify_all()
 
-    async def store(self, attempt: str, view: int = 0, seconds: float | None = None) -> tuple[str, int] | None:
+    async def store(self, attempt: str, view: int, seconds: float) -> tuple[str, int] | None:
         """Return host and port of the attempt's store, as soon as rank 0 has opened it.
 
         None if its view breaks, or after so many seconds: rank 0 may stand still.
@@ -564,19 +546,11 @@ def step_at(progress: int) -> int:
     return max(0, progress + 1) // 2
 
 
-def _end_of(view: int) -> str:
-    return f"view {view}"
-
-
-def _leave_of(view: int) -> str:
-    return f"leaves view {view}"
-
-
-def open_channel(workers: int = 1) -> Any:
+def open_channel(workers: int = 1, keeps_idle: bool = True) -> Any:
     """Start a Channel on the driver's node, which all `workers` may call at once; it ends with the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Channel).options(num_cpus=0, scheduling_strategy=here, max_concurrency=1000 + 4 * workers)
-    return actor.remote()
+    return actor.remote(keeps_idle)
 
 
 def encoded(message: Any) -> bytes:

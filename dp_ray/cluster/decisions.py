@@ -1,15 +1,16 @@
 """Decide how many workers to start, when to resize, and whether to restart: pure functions, which know no Ray.
 
-`decide_scaling` and `decide_restart` take all facts as one value. They return what to do and the reason, and for a
-restart also what to report and to remember. `policies.py` collects the facts for Ray Train's controller.
+`decide_scaling` and `decide_restart` take all facts as one value. They return what to do, and for a restart also
+what to report and to remember. `policies.py` collects the facts for Ray Train's controller.
 """
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from dp_ray.cluster.channel import Ask, Request, Why
+from dp_ray.cluster.channel import IDLE, Ask, Request, Terms
+from dp_ray.cluster.membership import Loss
 from dp_ray.cluster.resources import Resources, capacity_for, resources_text, times
 from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
@@ -117,35 +118,15 @@ class Resize(Enum):
     LEAVE = auto()  # those on draining nodes, and the others go on
 
 
-class ScalingReason(Enum):
-    """The reason to start workers, to wait, to leave them alone, or to ask them to save or stop."""
-
-    ALL_CAPACITY = "all that the nodes have is free"
-    SETTLED = "what is free has stayed so for a while"
-    OWN_HOLD = "our own last workers may hold what is not free"
-    SETTLING = "more may become free in a moment"
-    TOO_FEW_NODES = "the nodes have too little room"
-    OTHERS_HOLD = "others hold the room"
-    TIMED_OUT = "no nodes came in the time that the job allows"
-    AS_WANTED = "as many workers run as there can be"
-    STARTS_FAIL = "others were lost as they started"
-    TOO_YOUNG = "the workers have not run for long enough to be replaced"
-    NO_MORE_CAPACITY = "there is room for no more workers"
-    MUST_NOT_STOP = "the task keeps nothing from which it could go on"
-    DRAIN = Why.DRAIN.value
-    GROWTH = Why.GROWTH.value
-
-
 @dataclass(frozen=True)
 class ScalingDecision:
-    """A decision on the number of workers, and its reason.
+    """A decision on the number of workers.
 
     `num_workers` is the number to start, `request` what to ask of the workers, `text` a line for the user,
     `last_count` the count to remember.
     """
 
     do: Resize
-    reason: ScalingReason
     num_workers: int = 0
     request: Request | None = None
     text: str = ""
@@ -165,13 +146,13 @@ def _start_or_wait(idle: Idle, now: float) -> ScalingDecision:
     wanted, waited = idle.wanted, now - idle.waiting_since
     if idle.capacity >= wanted.min_workers:
         if idle.capacity == max(wanted.min_workers, idle.idle_capacity):
-            return ScalingDecision(Resize.START, ScalingReason.ALL_CAPACITY, idle.capacity)
+            return ScalingDecision(Resize.START, idle.capacity)
         if waited > SETTLE_SECONDS:
-            return ScalingDecision(Resize.START, ScalingReason.SETTLED, idle.capacity)
+            return ScalingDecision(Resize.START, idle.capacity)
     if idle.may_hold and idle.idle_capacity >= wanted.min_workers and waited > 2 * SETTLE_SECONDS:
-        return ScalingDecision(Resize.START, ScalingReason.OWN_HOLD, wanted.min_workers)
+        return ScalingDecision(Resize.START, wanted.min_workers)
     if idle.capacity >= wanted.min_workers:
-        return ScalingDecision(Resize.WAIT, ScalingReason.SETTLING)
+        return ScalingDecision(Resize.WAIT)
     return _lack_capacity(idle, now)
 
 
@@ -191,25 +172,21 @@ def _lack_capacity(idle: Idle, now: float) -> ScalingDecision:
     if not fits and may_give_up and now - idle.waiting_since > (limit or 0.0):
         return ScalingDecision(
             Resize.GIVE_UP,
-            ScalingReason.TIMED_OUT,
             text=f"{needs} ({resources_text(wanted.each)} each); {who}, and no more came in {limit:g} s "
             "(timeouts.capacity); run the job again when there are more nodes, or with fewer workers: it resumes",
         )
     text = f"{needs}; {who}: waiting" if idle.said < idle.waiting_since else ""
-    return ScalingDecision(Resize.WAIT, ScalingReason.OTHERS_HOLD if fits else ScalingReason.TOO_FEW_NODES, text=text)
+    return ScalingDecision(Resize.WAIT, text=text)
 
 
 def is_worth_a_look(running: Running, now: float) -> bool:
     """Return whether counting the capacity could change the decision; the count asks all nodes, so it is not free."""
-    return bool(running.draining) or _why_not_to_grow(running, now) is None
+    return bool(running.draining) or _may_grow(running, now)
 
 
-def _why_not_to_grow(running: Running, now: float) -> ScalingReason | None:
-    if running.num_workers >= running.wanted.max_workers:
-        return ScalingReason.AS_WANTED
-    if running.starts_fail:
-        return ScalingReason.STARTS_FAIL
-    return ScalingReason.TOO_YOUNG if now - running.started < GROW_AFTER_SECONDS else None
+def _may_grow(running: Running, now: float) -> bool:
+    is_old = now - running.started >= GROW_AFTER_SECONDS
+    return running.num_workers < running.wanted.max_workers and not running.starts_fail and is_old
 
 
 def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
@@ -217,27 +194,21 @@ def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
     if running.draining:
         text = f"Ray drains {', '.join(running.draining)}"
         if running.num_staying:
-            return ScalingDecision(Resize.LEAVE, ScalingReason.DRAIN, text=text)
+            return ScalingDecision(Resize.LEAVE, text=text)
         # Stop if the run can resume at once on the remaining capacity; else save, and run on while the nodes last.
         can_go_on = (running.capacity or 0) >= running.wanted.min_workers and running.wanted.can_stop
-        request = Request(Ask.RESTART if can_go_on else Ask.SAVE, Why.DRAIN, text)
-        return ScalingDecision(Resize.ASK, ScalingReason.DRAIN, request=request)
-    if why := _why_not_to_grow(running, now):
-        return ScalingDecision(Resize.GO_ON, why, last_count=LastCount(0, now))  # what was seen before is over
+        request = Request(Ask.RESTART if can_go_on else Ask.SAVE, text, drains=True)
+        return ScalingDecision(Resize.ASK, request=request)
+    if not _may_grow(running, now):
+        return ScalingDecision(Resize.GO_ON, last_count=LastCount(0, now))  # what was seen before is over
     capacity = running.capacity or 0
-    if capacity <= running.num_workers:
-        return ScalingDecision(Resize.GO_ON, ScalingReason.NO_MORE_CAPACITY, last_count=LastCount(capacity, now))
-    if capacity != running.last_count.capacity:
-        return ScalingDecision(Resize.GO_ON, ScalingReason.SETTLING, last_count=LastCount(capacity, now))
-    if now - running.last_count.since <= (REPLACE_SECONDS if running.num_lost else SETTLE_SECONDS):
-        return ScalingDecision(Resize.GO_ON, ScalingReason.SETTLING)
-    if not running.wanted.can_stop:
-        return ScalingDecision(Resize.GO_ON, ScalingReason.MUST_NOT_STOP)
-    return ScalingDecision(
-        Resize.ASK,
-        ScalingReason.GROWTH,
-        request=Request(Ask.RESTART, Why.GROWTH, f"there is room for {counted(capacity, 'worker')}"),
-    )
+    if capacity <= running.num_workers or capacity != running.last_count.capacity:
+        return ScalingDecision(Resize.GO_ON, last_count=LastCount(capacity, now))
+    settles = now - running.last_count.since <= (REPLACE_SECONDS if running.num_lost else SETTLE_SECONDS)
+    if settles or not running.wanted.can_stop:
+        return ScalingDecision(Resize.GO_ON)
+    text = f"there is room for {counted(capacity, 'worker')}"
+    return ScalingDecision(Resize.ASK, request=Request(Ask.RESTART, text))
 
 
 DEATH_SECONDS = 3.0  # Ray sees a worker's death at most this much later than its peers
@@ -293,13 +264,37 @@ class Memory:
 class Snapshot:
     """All facts of a decision: what failed, what the workers were asked to do, and what is remembered.
 
-    `num_workers` says how many of a session's workers the job takes, the first ones; None: all.
+    `ranks` has the ranks in the `job` of workers that failed, by their numbers here; those that take no part have
+    none. `loss` is what the loss is to those that are left, None if nobody goes on. `replaces` says that what failed
+    to start were workers in the places of lost ones.
     """
 
     failure: StartFailed | WorkersFailed
     request: Request
     memory: Memory
-    num_workers: int | None = None
+    job: Terms = IDLE
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    loss: Loss | None = None
+    replaces: bool = False
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether more workers were lost, with no step between, than the others are to outlive."""
+        return self.loss is not None and self.job.outlives is not None and self.loss.losses > self.job.outlives
+
+    @property
+    def others_go_on(self) -> bool:
+        """Whether the others go on in their processes.
+
+        They do so where the user stops the run too: what they hold is kept after a step.
+        """
+        stops, failure = self.request.ask is Ask.STOP and self.job.needs_all, self.failure
+        if isinstance(failure, StartFailed):
+            return self.replaces and not stops
+        if self.loss is None or self.is_exceeded or (stops and self.loss.ranks):
+            return False
+        # After an error of a survivor all end; a worker that serves is lost alone.
+        return not self.job.has_steps or len(failure.of(Ending.LOST_PEER)) == len(failure.ended)
 
 
 class Restart(Enum):
@@ -311,34 +306,11 @@ class Restart(Enum):
     REPLACE = auto()  # them alone
 
 
-class RestartReason(Enum):
-    """The reason to restart the workers, or not to."""
-
-    USER_STOPS = "the user stops the run"
-    DEATH_TO_COME = "workers lost a peer, whose death Ray may see in a moment"
-    DIED = "processes of workers died"
-    IDLE_DIED = "processes of workers died that the job does not take"
-    LOST_PEER = "workers lost a peer that lives: the network failed"
-    OTHER_KIND = "workers came that would compute differently, and the job goes on without their nodes"
-    BROKEN_GPU = "a GPU is broken, and the job goes on without its node if the others have room"
-    MISTAKE = "an error that never passes"
-    NO_PROGRESS = "an error before the worker had done a step"
-    CAME_BACK = "an error that came back"
-    ERROR = "an error that may pass"
-    DRAINED = "workers stopped, since their nodes are taken away"
-    RESIZED = "workers stopped, so that there can be more or fewer"
-    NO_CAPACITY = "the capacity for the workers was taken meanwhile"
-    START_LOST = "workers were lost while they started"
-    START_ERROR = "the workers cannot be started"
-    NO_RETRIES = "all retries are used up"
-
-
 @dataclass(frozen=True)
 class RestartDecision:
-    """A decision on failed workers, its reason, the message to the driver, and what to remember."""
+    """A decision on failed workers, the message to the driver, and what to remember."""
 
     do: Restart
-    reason: RestartReason
     memory: Memory
     message: Interrupted | Waits | Note | None = None
 
@@ -346,63 +318,75 @@ class RestartDecision:
 def decide_restart(snapshot: Snapshot, now: float) -> RestartDecision:
     """Decide whether to restart the workers: up to `retries` times after losses and new errors that may be transient.
 
-    Workers that stopped because they were asked to, or beside workers of another kind, cost no retry. `now` is in
-    seconds, on any clock.
+    Where others go on, losses cost no retry, but for too many of them one after another: then none is left. Workers
+    that stopped because they were asked to, or beside workers of another kind, cost none. `now` is in seconds, on any
+    clock.
     """
+    if snapshot.others_go_on:
+        return RestartDecision(Restart.REPLACE, snapshot.memory)
+    memory = replace(snapshot.memory, retries=0) if snapshot.is_exceeded else snapshot.memory
+    decision = _all_restart(replace(snapshot, memory=memory), now)
+    if snapshot.job.outlives is not None and isinstance(decision.message, Interrupted):
+        return replace(decision, message=replace(decision.message, why=_why_all_restart(snapshot.failure)))
+    return decision
+
+
+def _all_restart(snapshot: Snapshot, now: float) -> RestartDecision:
     failure, memory = snapshot.failure, snapshot.memory
     if snapshot.request.ask is Ask.STOP:
-        return RestartDecision(Restart.GIVE_UP, RestartReason.USER_STOPS, memory)
+        return RestartDecision(Restart.GIVE_UP, memory)
     if isinstance(failure, StartFailed):
         return _after_start(failure, memory)
     if not failure.died and len(failure.of(Ending.LOST_PEER)) == len(failure.ended):
         since = now if memory.lost_peer_since is None else memory.lost_peer_since
         if now - since < DEATH_SECONDS:  # a worker often reports a lost peer before Ray does
-            return RestartDecision(Restart.WAIT, RestartReason.DEATH_TO_COME, replace(memory, lost_peer_since=since))
+            return RestartDecision(Restart.WAIT, replace(memory, lost_peer_since=since))
     memory = replace(memory, lost_peer_since=None)
-    if failure.died and not failure.ended and min(failure.died) >= (snapshot.num_workers or 0) > 0:
+    if failure.died and not failure.ended and min(failure.died) >= snapshot.job.workers > 0:
         what = f"a worker that the job does not take was lost: {_each(failure.died.values())}"
         message = Interrupted(IncidentKind.WORKER, what, ())
-        return RestartDecision(Restart.RESTART, RestartReason.IDLE_DIED, memory, message)
-    return _after_run(failure, snapshot.request, memory, snapshot.num_workers or None)
+        return RestartDecision(Restart.RESTART, memory, message)
+    return _after_run(failure, snapshot, memory)
 
 
-def _after_run(failure: WorkersFailed, request: Request, memory: Memory, num_workers: int | None) -> RestartDecision:
+def _after_run(failure: WorkersFailed, snapshot: Snapshot, memory: Memory) -> RestartDecision:
     """Decide by the first cause: a death explains its peers' errors; an error of user code explains lost peers."""
+    request = snapshot.request
+
+    def ranks(slots: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(snapshot.ranks[slot] for slot in slots if slot in snapshot.ranks))
+
     if failure.died:
-        ranks = tuple(rank for rank in failure.died if num_workers is None or rank < num_workers)
-        told = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), ranks)
-        return _retry(memory, RestartReason.DIED, told)
+        told = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), ranks(failure.died))
+        return _retry(memory, told)
     for ending in (Ending.MISTAKEN, Ending.BROKEN_GPU, Ending.RAISED, Ending.OUT_OF_MEMORY):
         if raised := failure.of(ending):
-            rank = min(raised)
-            return _after_error(rank, raised[rank], memory)
+            first = min(raised)
+            return _after_error(raised[first], ranks([first]), memory)
     if others := failure.of(Ending.OTHER_KIND):
         told = Interrupted(IncidentKind.RESIZE, others[min(others)].first_line, ())
-        return RestartDecision(Restart.RESTART, RestartReason.OTHER_KIND, memory, told)
+        return RestartDecision(Restart.RESTART, memory, told)
     if failure.of(Ending.STOPPED):
-        is_drained = request.why is Why.DRAIN
-        kind = IncidentKind.PREEMPTION if is_drained else IncidentKind.RESIZE
-        reason = RestartReason.DRAINED if is_drained else RestartReason.RESIZED
-        return RestartDecision(Restart.RESTART, reason, memory, Interrupted(kind, request.text, ()))
+        kind = IncidentKind.PREEMPTION if request.drains else IncidentKind.RESIZE
+        return RestartDecision(Restart.RESTART, memory, Interrupted(kind, request.text, ()))
     what = _each(end.first_line for end in failure.ended.values())
-    return _retry(memory, RestartReason.LOST_PEER, Interrupted(IncidentKind.NETWORK, what, tuple(failure.ended)))
+    return _retry(memory, Interrupted(IncidentKind.NETWORK, what, ranks(failure.ended)))
 
 
-def _after_error(rank: int, error: WorkerExit, memory: Memory) -> RestartDecision:
+def _after_error(error: WorkerExit, ranks: tuple[int, ...], memory: Memory) -> RestartDecision:
     if error.kind is Ending.MISTAKEN:
-        return RestartDecision(Restart.GIVE_UP, RestartReason.MISTAKE, memory)
+        return RestartDecision(Restart.GIVE_UP, memory)
     identity = re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")  # without ids that differ each time
     is_broken = error.kind is Ending.BROKEN_GPU  # which says nothing of the workers that come
     if not error.has_progressed and not is_broken:
         # A GPU may hold the memory of the workers that ran before for a moment yet; but not for two starts.
         if error.kind is not Ending.OUT_OF_MEMORY or not memory.has_restarted:
-            return RestartDecision(Restart.GIVE_UP, RestartReason.NO_PROGRESS, memory)
+            return RestartDecision(Restart.GIVE_UP, memory)
         identity = f"{error.kind} at the start"
     if identity in memory.seen:
-        return RestartDecision(Restart.GIVE_UP, RestartReason.CAME_BACK, memory)
+        return RestartDecision(Restart.GIVE_UP, memory)
     memory = replace(memory, seen=memory.seen | {identity})
-    reason = RestartReason.BROKEN_GPU if is_broken else RestartReason.ERROR
-    return _retry(memory, reason, Interrupted(IncidentKind.ERROR, error.first_line, (rank,)))
+    return _retry(memory, Interrupted(IncidentKind.ERROR, error.first_line, ranks))
 
 
 def _after_start(failure: StartFailed, memory: Memory) -> RestartDecision:
@@ -410,15 +394,15 @@ def _after_start(failure: StartFailed, memory: Memory) -> RestartDecision:
     match failure.trouble:
         case StartTrouble.NO_CAPACITY:  # another job took it: the next start waits for capacity
             message = Waits("the free resources were taken, or no node has enough of them for a worker: waiting")
-            return RestartDecision(Restart.RESTART, RestartReason.NO_CAPACITY, memory, message)
+            return RestartDecision(Restart.RESTART, memory, message)
         case StartTrouble.LOST:
             what = f"the workers could not be started: {failure.cause}"
-            return _retry(memory, RestartReason.START_LOST, Interrupted(IncidentKind.WORKER, what, ()))
+            return _retry(memory, Interrupted(IncidentKind.WORKER, what, ()))
         case StartTrouble.ERROR:
-            return RestartDecision(Restart.GIVE_UP, RestartReason.START_ERROR, memory)
+            return RestartDecision(Restart.GIVE_UP, memory)
 
 
-def why_all_restart(failure: WorkersFailed | StartFailed) -> str:
+def _why_all_restart(failure: WorkersFailed | StartFailed) -> str:
     """Say why no survivors go on, though the job would have them do so."""
     if isinstance(failure, StartFailed):
         return "no worker is left"
@@ -434,10 +418,10 @@ def what_failed(failure: WorkersFailed) -> str:
     return _each([*failure.died.values(), *(end.first_line for end in failure.ended.values())])
 
 
-def _retry(memory: Memory, reason: RestartReason, message: Interrupted) -> RestartDecision:
+def _retry(memory: Memory, message: Interrupted) -> RestartDecision:
     if memory.retries == 0:
-        return RestartDecision(Restart.GIVE_UP, RestartReason.NO_RETRIES, memory)
-    return RestartDecision(Restart.RESTART, reason, replace(memory, retries=memory.retries - 1), message)
+        return RestartDecision(Restart.GIVE_UP, memory)
+    return RestartDecision(Restart.RESTART, replace(memory, retries=memory.retries - 1), message)
 
 
 def _each(causes: Iterable[str]) -> str:

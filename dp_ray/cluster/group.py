@@ -38,15 +38,10 @@ STUCK_SECONDS = 5.0  # in a collective of a view that is to be left at once, or 
 
 
 def place_of_worker(workers: int) -> World:
-    """Return this worker's rank and node among the first `workers` of those that were started."""
-    context = place_of_this_worker()
-    return World(
-        rank=context.get_world_rank(),
-        world_size=min(workers, context.get_world_size()),
-        local_rank=context.get_local_rank(),
-        node_rank=context.get_node_rank(),
-        node=ray.util.get_node_ip_address(),
-    )
+    """Return this worker's place among the first `workers` of those that were started; a view has its own."""
+    place = place_of_this_worker()
+    num_here = min(workers, place.get_world_size())
+    return World(place.get_world_rank(), num_here, node=ray.util.get_node_ip_address())
 
 
 def with_devices(world: World, keys: WorkerKeys, num_devices: int) -> World:
@@ -85,36 +80,34 @@ def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> l
 
 
 STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
-VIEW_TIMEOUT = timedelta(seconds=5)  # the same where workers may be lost meanwhile, and all form another one
+SOON = timedelta(seconds=5)  # the same where workers may be lost meanwhile, and the others form another one
 
 _stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
 
 
 @contextmanager
 def process_group(
-    channel: Any,
+    worker: WorkerConfig,
     attempt: str,
     world: World,
     backend: str,
     step_seconds: float | None,
     local_world_size: int,
-    view: int = 0,
+    within: timedelta | None = None,
 ) -> Iterator[None]:
-    """Form the process group of an attempt's workers, and have the environment tell of it while the block runs.
+    """Form the process group of a view's workers, and have the environment tell of it while the block runs.
 
-    `view` is the number of their view, if they have one.
-    Rank 0 holds the store. The caller leaves the group. Raises WorkerError if it cannot be formed, and JobError if a
-    mistake in the keys is why.
+    It forms `within` a time, if there is one. Rank 0 holds the store. The caller leaves the group. Raises WorkerError
+    if it cannot be formed, and JobError if a mistake in the keys is why.
     """
-    timeout = VIEW_TIMEOUT if view else STORE_TIMEOUT
+    timeout, channel = within or STORE_TIMEOUT, worker.channel
     with _group_errors():
         if world.rank == 0:
             store = TCPStore(world.node, 0, world.world_size, True, timeout, wait_for_workers=False)
             ray.get(channel.set_store.remote(attempt, world.node, store.port))
             _stores[:] = [store]
         else:
-            # A view breaks where one of its members stands still.
-            held = ray.get(channel.store.remote(attempt, view, None if view else timeout.total_seconds()))
+            held = ray.get(channel.store.remote(attempt, worker.view, STORE_TIMEOUT.total_seconds()))
             if held is None:
                 raise WorkerError("another worker was lost, or stood still, while the process group was formed")
             host, port = held
@@ -131,7 +124,7 @@ def process_group(
     }
     with environment({name: str(value) for name, value in places.items()}):
         with _group_errors():
-            form_group(backend, store, world, step_seconds, timeout if view else None, CloudPickler)
+            form_group(backend, store, world, step_seconds, within, CloudPickler)
         yield
 
 
@@ -165,15 +158,15 @@ def next_view(
     """Ask for the next view; return it, this worker's place in it, and how many of its workers are on this node.
 
     `progress` counts what this worker has finished, -1: it is a newcomer. None if what runs has ended. Raises
-    WorkerExit if the others go on without this worker.
+    WorkerExit if this worker is to end, as where the others go on without it.
     """
     member = Member(worker.name, here.rank, worker.node_id)
     given = worker.number, os.environ[GROUP], member, progress, has_lost_peer, here.world_size
-    view: View | None = ray.get(worker.channel.ask.remote(*given))
+    view: View | str | None = ray.get(worker.channel.ask.remote(*given))
     if view is None:
-        if ray.get(worker.channel.state.remote())[1].number != worker.number:
-            return None
-        raise WorkerExit(Ending.LOST_PEER, "the others go on without this worker", False)
+        return None
+    if isinstance(view, str):
+        raise WorkerExit(Ending.LOST_PEER, view, False)
     at = view.place(member.name)
     world = replace(here, rank=at.rank, world_size=at.world_size, local_rank=at.local_rank, node_rank=at.node_rank)
     return view, world, at.local_world_size

@@ -116,7 +116,7 @@ class Heartbeat(StepControl):
 
     def settle(self, kind: str) -> None:
         """Have the channel tell the job's next workers what these compute on."""
-        ray.get(self._worker.channel.settle.remote(self._worker.number, kind))
+        ray.get(self._worker.channel.learn.remote(self._worker.number, kind=kind))
 
     def runs_on(self, clock: StepClock) -> None:
         """Note the clock whose GPU each late beat asks how far it has come."""
@@ -170,22 +170,15 @@ class Heartbeat(StepControl):
         return taken
 
     def leave(self) -> None:
-        """Wait until the attempt's other workers have kept their work, then raise StopRequested."""
-        if self._worker.view:
-            self.through()
-            place = self._worker.view, self._world.rank, self._world.world_size
-            self.is_to_rejoin = ray.get(self._worker.channel.leave.remote(*place, not self.is_to_rejoin))
-        else:
-            self._end(wait=True)
+        """Wait until the view's other workers have come to its end, then raise StopRequested."""
+        self.through()
+        place = self._worker.view, self._world.rank, self._world.world_size
+        self.is_to_rejoin = ray.get(self._worker.channel.end.remote(*place, False, not self.is_to_rejoin))
         super().leave()
 
     def end(self) -> None:
-        """Report that this worker has nothing left to run."""
-        self._end(wait=False)
-
-    def _end(self, wait: bool) -> None:
+        """Note that this worker has nothing left to run."""
         self.through()
-        ray.get(self._worker.channel.end.remote(self.attempt, self._world.rank, self._world.world_size, wait))
 
     def _send(self, message: Message, wait: bool = True) -> None:
         send(self._worker.channel, message, self._worker.number, wait=wait)

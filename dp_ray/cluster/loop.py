@@ -1,6 +1,7 @@
 """The function that Ray Train runs on every worker: one job after another, or parallel modules.
 
 What a job needs is in `cluster/worker.py`, what modules need in `cluster/server.py`: a worker imports what it is for.
+The terms of each say what to call.
 """
 
 import os
@@ -17,13 +18,11 @@ from dp_ray.messages import Ending, WorkerExit
 from dp_ray.system.imports import end_imports
 from dp_ray.system.linux import keep_freed_memory
 
-JOBS, MODULES = "dp_ray.cluster.worker", "dp_ray.cluster.server"
-
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     """Run the session's jobs, and serve its modules, one after another, until the session ends."""
     worker = config["worker"]
-    import_module(MODULES if worker.is_for_modules else JOBS)
+    import_module(worker.imports)
     end_imports()
     keep_freed_memory()
     with suppress(JobError):  # a job may be told to run on the CPU nevertheless; another one raises it again
@@ -39,7 +38,6 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
         terms, given = answer
         worker.channel.has_job.remote(rank)
         job_number = terms.number
-        if terms.serves:
-            import_module(MODULES).serve(worker, terms, *given)
-        elif rank < terms.workers:
-            import_module(JOBS).run_job(worker, terms, *given)
+        if rank < terms.workers:
+            module, name = terms.runs
+            getattr(import_module(module), name)(worker, terms, *given)

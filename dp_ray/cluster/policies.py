@@ -8,16 +8,15 @@ workers between two steps.
 
 import socket
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from dp_ray.cluster.channel import GROUP, IDLE, NOTHING, Ask, Request, Terms, encoded, send
+from dp_ray.cluster.channel import IDLE, NOTHING, Ask, Request, Terms, encoded, send
 from dp_ray.cluster.decisions import (
     Idle,
     LastCount,
@@ -33,13 +32,11 @@ from dp_ray.cluster.decisions import (
     decide_scaling,
     is_worth_a_look,
     what_failed,
-    why_all_restart,
 )
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.errors import ClusterLost
-from dp_ray.messages import Ending, GaveUp, Interrupted, Message, Note, Starting, Waits, beat_interval
-from dp_ray.system.imports import prepare_imports
-from dp_ray.text import counted, listed
+from dp_ray.messages import GaveUp, Note, Waits, beat_interval
+from dp_ray.text import listed
 
 ANSWER_SECONDS = 2.0  # a node that does not take a connection in this time counts as lost
 LOOK_SECONDS = 1.0  # between two checks of the cluster
@@ -133,14 +130,13 @@ class ElasticScalingPolicy:
         if request.ask in (Ask.RESTART, Ask.STOP):
             return
         self._look_at(job)
-        if job.goes_on:
-            lose_cut_off(self._channel, job, len(node_ids) + num_lost)
+        lose_cut_off(self._channel, job, len(node_ids) + num_lost)
         draining = draining_nodes() & self._held.keys()
         nodes = ray.nodes() if draining else []
         addresses = tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in draining))
         wanted = self._wanted.of_job(job.workers, job.can_stop) if job.number else self._wanted
         running = Running(wanted, len(node_ids), started, self._last_count, addresses, num_lost=num_lost)
-        if job.goes_on and not job.needs_all:
+        if job.may_shrink:
             num_staying = sum(node_id not in draining for node_id in node_ids)
             running = replace(running, num_staying=num_staying, starts_fail=job.starts_fail)
         if is_worth_a_look(running, now):
@@ -178,9 +174,7 @@ class ElasticScalingPolicy:
         out = draining_nodes() | set(self._avoided)
         nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in out]
         if must_answer and len(nodes) != 1:
-            with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
-                answers = list(pool.map(answers_at, nodes))
-            nodes = [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
+            nodes = those_that_answer(nodes)
         usable = self._wanted.without_broken({node["NodeID"]: node["Resources"] for node in nodes}, self._broken)
         return [node for node in nodes if node["NodeID"] in usable]
 
@@ -194,10 +188,17 @@ def answers_at(node: dict[str, Any]) -> bool:
         return False
 
 
+def those_that_answer(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those nodes that take a connection."""
+    with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
+        answers = list(pool.map(answers_at, nodes))
+    return [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
+
+
 def nodes_that_answer(node_ids: Collection[str]) -> set[str]:
     """Return the ids of those of these nodes that are alive and take a connection."""
-    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    return {node_id for node_id in node_ids if node_id in alive and answers_at(alive[node_id])}
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
+    return {node["NodeID"] for node in those_that_answer(alive)}
 
 
 def lose_cut_off(channel: Any, job: Terms, num_workers: int) -> None:
@@ -223,109 +224,97 @@ class RestartPolicy:
     """Decides whether failed workers are restarted; it remembers a job's failures, and reports to the driver."""
 
     channel: Any
-    keeps_idle: bool = False  # lost workers that no job takes are replaced alone
     _job: Terms = IDLE
     _memory: Memory = field(default_factory=lambda: Memory(IDLE.retries))
     _last: Restart | None = None  # its last decision
-    _replaced: set[int] = field(default_factory=set)  # Ray Train's ranks of workers in the places of lost ones
+    _awaited: set[int] = field(default_factory=set)  # Ray Train's ranks of workers that are to be replaced alone
+    _replaced: set[int] = field(default_factory=set)  # the same of workers that were started in such places
     _failed_starts: int = 0  # of such workers, one after another, that took no part
     _looked: float = float("-inf")
     _says_no_room: bool = False
 
+    def begin(self) -> None:
+        """Note that all workers are started anew."""
+        self._awaited.clear()
+
     def on_failure(self, failure: WorkersFailed | StartFailed) -> Restart:
         """Decide what to do after a failure, and report the decision to the driver.
 
-        If a job is given up, the workers are started anew for the next one.
+        If a job is given up, the workers are started anew for the next one. Failures of workers that are to be
+        replaced are known: they are told again as long as these wait.
         """
-        self._last = self._decide(failure)
+        snapshot = self._snapshot(failure)
+        self._last = Restart.REPLACE if snapshot is None else self._decide(snapshot)
         return self._last
 
-    def _decide(self, failure: WorkersFailed | StartFailed) -> Restart:
-        request, job = ray.get(self.channel.state.remote())
-        self._look_at(job)
-        stops = request.ask is Ask.STOP  # the others go on even so: what they hold is kept after a step
-        if self._goes_on(job, failure) and not (stops and job.needs_all):
-            do = self._with_survivors(failure, job)
-            if do is not None:
-                return do
-        if job.serves and ray.get(self.channel.has_views.remote(job.number)):  # they have served since the last start
-            self._memory = replace(self._memory, retries=job.retries)
-        snapshot = Snapshot(failure, request, self._memory, job.workers or None)
-        decision = decide_restart(snapshot, time.monotonic())
+    def on_more(self, failure: WorkersFailed | StartFailed) -> None:
+        """Take in all failures that are known by now, before the failed workers are replaced."""
+        snapshot = self._snapshot(failure)
+        if snapshot is not None and snapshot.others_go_on:
+            self._with_survivors(snapshot)
+
+    def _decide(self, snapshot: Snapshot) -> Restart:
+        failure = snapshot.failure
+        decision, job = decide_restart(snapshot, time.monotonic()), snapshot.job
         self._memory = decision.memory
+        if decision.do is Restart.REPLACE:
+            self._with_survivors(snapshot)
+            return Restart.REPLACE
         if decision.do is not Restart.WAIT:  # a job that is given up leaves its memory to the next one's workers too
             self._memory = replace(self._memory, has_restarted=True)
-        message = decision.message
-        if job.goes_on and isinstance(message, Interrupted):
-            ranks = tuple(sorted(self._ranks(job, message.ranks).values()))
-            message = replace(message, why=why_all_restart(failure), ranks=ranks)
-        if message is not None:
-            send(self.channel, message)
-        if decision.do is Restart.GIVE_UP and job.number and not job.serves and isinstance(failure, WorkersFailed):
-            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(self._died(job, failure)))))
+        if decision.message is not None:
+            send(self.channel, decision.message)
+        if decision.do is Restart.GIVE_UP and job.number and job.has_steps and isinstance(failure, WorkersFailed):
+            died = {snapshot.ranks[slot]: why for slot, why in failure.died.items() if slot in snapshot.ranks}
+            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(died or dict(failure.died)))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 
-    def _ranks(self, job: Terms, slots: Collection[int]) -> dict[int, int]:
-        """Return the job's ranks of workers that failed, by Ray Train's ranks; one that took no part has none."""
-        found: dict[int, int] = ray.get(self.channel.ranks.remote(job.number, tuple(slots)))
-        return found
-
-    def _died(self, job: Terms, failure: WorkersFailed) -> dict[int, str]:
-        ranks = self._ranks(job, failure.died)
-        return {rank: failure.died[slot] for slot, rank in ranks.items()} or dict(failure.died)
+    def _snapshot(self, failure: WorkersFailed | StartFailed) -> Snapshot | None:
+        """Return all facts of a decision, by what the channel says of the job's views; None if nothing is new."""
+        if isinstance(failure, WorkersFailed):
+            failure = failure.without(self._awaited)
+            if not failure.ended and not failure.died:
+                return None
+        request, job = ray.get(self.channel.state.remote())
+        self._look_at(job)
+        if not job.has_steps and ray.get(self.channel.has_views.remote(job.number)):  # since the last start
+            self._memory = replace(self._memory, retries=job.retries)
+        if isinstance(failure, StartFailed):
+            return Snapshot(failure, request, self._memory, job, replaces=self._last is Restart.REPLACE)
+        slots = (*failure.died, *failure.ended)
+        ranks, loss = ray.get(
+            [self.channel.ranks.remote(job.number, slots), self.channel.survey.remote(job.number, slots)]
+        )
+        return Snapshot(failure, request, self._memory, job, ranks, loss)
 
     def _look_at(self, job: Terms) -> None:
         if job.number != self._job.number:
             self._job, self._memory = job, Memory(job.retries, has_restarted=self._memory.has_restarted)
             self._failed_starts = 0
 
-    def on_more(self, failure: WorkersFailed | StartFailed) -> Restart | None:
-        """Take in all failures that are known by now, before the failed workers are replaced."""
-        job = ray.get(self.channel.state.remote())[1]
-        return self._with_survivors(failure, job) if self._goes_on(job, failure) else None
-
-    def _goes_on(self, job: Terms, failure: WorkersFailed | StartFailed) -> bool:
-        """Return whether the others go on, or the job does not take those that failed."""
-        return job.goes_on or (self.keeps_idle and (not job.number or self._takes_no_part(failure, job)))
-
-    def _takes_no_part(self, failure: WorkersFailed | StartFailed, job: Terms) -> bool:
+    def _with_survivors(self, snapshot: Snapshot) -> None:
+        """Have lost workers replaced alone, and tell the driver."""
+        failure, loss = snapshot.failure, snapshot.loss
         if isinstance(failure, StartFailed):
-            return self._last is Restart.REPLACE
-        return not failure.ended and min(failure.died, default=0) >= job.workers > 0
-
-    def _with_survivors(self, failure: WorkersFailed | StartFailed, job: Terms) -> Restart | None:
-        """Replace lost workers alone, and tell the driver; None if all are to start again, or the job is given up."""
-        if isinstance(failure, StartFailed):
-            if self._last is not Restart.REPLACE:
-                return None  # all were to start again
             self._count_failed_start(failure.cause)
-            return Restart.REPLACE
-        if len(failure.of(Ending.LOST_PEER)) < len(failure.ended) and not job.serves:
-            return None  # an error of a survivor; one that serves is lost alone
-        loss = ray.get(self.channel.survey.remote(job.number, (*failure.died, *failure.ended)))
-        if loss is None:
-            return None
-        # A call that ends its workers ends itself, after some tries; those that took no part cost the job nothing.
-        if job.goes_on and loss.losses > job.retries and not job.serves:
-            self._memory = replace(self._memory, retries=0)
-            return None
-        go_on_without(self.channel, job, failure)
-        if loss.ranks or loss.has_excluded:
+            return
+        self._awaited |= failure.died.keys() | failure.ended.keys()
+        go_on_without(self.channel, snapshot.job, failure)
+        if loss is not None and (loss.ranks or loss.has_excluded):
             self._failed_starts = 0
-        elif self._replaced & (failure.died.keys() | (failure.ended.keys() if job.serves else set())):
+        elif self._replaced & (failure.died.keys() | failure.ended.keys()):
             self._count_failed_start(what_failed(failure))
         elif failure.died:  # the next job is told too, if it begins before another worker is there
             told = f"a worker that took no part is lost, and another one starts in its place: {what_failed(failure)}"
             ray.get(self.channel.put_phase.remote(encoded(Note(told))))
-        return Restart.REPLACE
 
     def _count_failed_start(self, why: str) -> None:
         self._failed_starts += 1
         if self._failed_starts == REPLACING_STARTS:
             times = f"{REPLACING_STARTS} were lost as they started: {why}"
             send(self.channel, Note(f"no other worker is started in the place of a lost one: {times}"))
-            ray.get(self.channel.start_no_more.remote(self._job.number))
+            ray.get(self.channel.learn.remote(self._job.number, starts_fail=True))
 
     def with_room(self, places: Mapping[int, str]) -> set[int]:
         """Return which of these workers, by Ray Train's ranks, can be replaced now; it looks once a second.
@@ -341,45 +330,15 @@ class RestartPolicy:
         if self._failed_starts >= REPLACING_STARTS or request.ask is Ask.STOP:
             return set()
         out = draining_nodes() | set(job.avoided)
-        there = nodes_that_answer(set(places.values()) - out - {""})
-        found = {rank for rank, node_id in places.items() if node_id in there}
+        there = nodes_that_answer({places[rank] for rank in self._awaited & places.keys()} - out - {""})
+        found = {rank for rank in self._awaited & places.keys() if places[rank] in there}
         if not found and not self._says_no_room:
-            send(self.channel, Note("no node has room for another worker now: the others go on without it"))
+            others = "wait for it" if job.needs_all else "go on without it"
+            send(self.channel, Note(f"no node has room for another worker now: the others {others}"))
         self._says_no_room = not found
         return found
 
     def has_replaced(self, rank: int) -> None:
         """Note that another worker has been started in the place of this one, by Ray Train's rank."""
+        self._awaited.discard(rank)
         self._replaced.add(rank)
-
-
-@dataclass
-class StartReports:
-    """Reports the progress of the workers' start to the driver, and sets `env` in each worker's process.
-
-    It sets `env` before torch or user code is imported there. Ray's runtime_env must not hold the values, since Ray's
-    agent logs it.
-    """
-
-    env: dict[str, str]
-    channel: Any
-    _group: str = ""  # the id of those that are started together, and of others in their places
-    _starts_all: bool = True
-
-    def on_placing(self, count: int) -> None:
-        """Report that workers are about to be placed on nodes."""
-        self._group, self._starts_all = uuid.uuid4().hex, True
-        self._say(Starting(f"starting {counted(count, 'worker')}"))
-
-    def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
-        """Report that the workers import torch, and set their `env` and the group's id in each process.
-
-        `call(do, *args)` calls `do` in each process, and returns all results.
-        """
-        if self._starts_all:
-            self._say(Starting(f"{counted(count, 'worker')} importing torch"))
-        self._starts_all = False
-        call(prepare_imports, {**self.env, GROUP: self._group})
-
-    def _say(self, phase: Message) -> None:
-        ray.get(self.channel.put_phase.remote(encoded(phase)))

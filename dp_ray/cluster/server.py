@@ -18,7 +18,7 @@ import torch
 from ray.cloudpickle import CloudPickler
 
 from dp_ray.cluster.channel import GROUP, Terms, WorkerConfig, send
-from dp_ray.cluster.group import leave_view, next_view, place_of_worker, process_group, report, with_devices
+from dp_ray.cluster.group import SOON, leave_view, next_view, place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.internals.train_worker import messages
 from dp_ray.cluster.serving_messages import HasFormed, LeaveView, Serves, framed, unframed
@@ -74,7 +74,7 @@ def serve_in_views(worker: WorkerConfig, here: World, attempt: str, backend: str
             try:
                 with ExitStack() as formed:
                     with waiting("the group to form"):
-                        group = process_group(worker.channel, of_view, world, backend, None, on_node, view.number)
+                        group = process_group(in_view, of_view, world, backend, None, on_node, SOON)
                         formed.enter_context(group)
                     is_broken = answer_all(served, view.number)
             except (WorkerError, JobError) as error:

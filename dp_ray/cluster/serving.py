@@ -249,7 +249,7 @@ class RayServing:
             there = [("the others", self._computes), (serves.place.node, serves.place.computes)]
             why = f"no worker is taken on {serves.place.node}, which would change the bits: {difference(there)}"
             self._say(why)
-            self._workers.channel.avoid.remote(self._job_number, (serves.place.node_id,))
+            self._workers.channel.learn.remote(self._job_number, avoided=(serves.place.node_id,))
             self._exclude(serves.name, why)
             return
         for other in [other for other in self._known.values() if other.slot == serves.slot]:

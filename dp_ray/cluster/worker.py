@@ -1,28 +1,28 @@
 """A job on a worker: begin at `run_job`, which the loop of `cluster/loop.py` calls.
 
-Around the job's task stand the process group, formed anew for each job; a heartbeat (`heartbeat.py`); and a stream
-that sends to the driver what user code prints (`prints.py`).
+Around the job's task stand the process group of a view, a heartbeat (`heartbeat.py`), and a stream that sends to the
+driver what user code prints (`prints.py`). After the loss of another worker a process goes on in the next view, with
+what it holds of the job; if it holds nothing, it ends.
 """
 
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import torch
 
-from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, send
-from dp_ray.cluster.group import leave_view, next_view, place_of_worker, process_group, report, with_devices
+from dp_ray.cluster.channel import GROUP, OUT, Ask, Terms, WorkerConfig, send
+from dp_ray.cluster.group import SOON, leave_view, next_view, place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.heartbeat import Heartbeat
-from dp_ray.cluster.internals.context import place_of_this_worker
 from dp_ray.cluster.prints import Lines, forwarded_prints
-from dp_ray.engine.user_code import free_memory, is_out_of_memory
+from dp_ray.engine.user_code import is_out_of_memory
 from dp_ray.engine.votes import NotFinite
-from dp_ray.engine.world import Trouble, World, leave_group, trouble_of, without_frames
+from dp_ray.engine.world import Trouble, World, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import Ending, Finished, Logged, StopRequested, WorkerExit, WorkerReady
@@ -63,48 +63,42 @@ def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]
     `packed` refers to the job's Assignment, packed. Modules are found in the script's `folders` too.
     """
     node_id, here = ray.get_runtime_context().get_node_id(), place_of_worker(terms.workers)
-    worker = replace(worker, number=terms.number, kind=terms.kind, node_id=node_id)
-    attempt = f"{os.environ[GROUP]}-{terms.number}"
+    name = uuid.uuid4().hex
+    worker = replace(worker, number=terms.number, kind=terms.kind, node_id=node_id, name=name)
     prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
     with isolated() as remains, environment(env), prints as lines:
         import_from(folders)
-        if terms.goes_on:
-            ended = run_in_views(worker, packed, attempt, here, lines)
-        else:
-            ended = run_in_one_group(worker, packed, attempt, here)
+        ended = run_in_views(worker, terms, packed, here, lines)
     if ended is not None:
         attempt, rank, is_stopped = ended
         imported = imported_files() if rank == 0 and not terms.is_last else ()
         send(worker.channel, Finished(attempt, rank, is_stopped, tuple(remains), imported), worker.number)
 
 
-def run_in_one_group(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> tuple[str, int, bool]:
-    """Run the job among the workers that were started together; return its attempt, the rank, and if it stopped."""
-    return attempt, here.rank, run_packed(worker, packed, attempt, here) is True
-
-
 def run_in_views(
-    worker: WorkerConfig, packed: Any, attempt: str, here: World, prints: Lines
+    worker: WorkerConfig, terms: Terms, packed: Any, here: World, prints: Lines
 ) -> tuple[str, int, bool] | None:
     """Run the job in one view after another, as long as workers are lost or come; return how it ended here.
 
     That is the last view's attempt, the rank in it, and whether the job stopped as the user asked; None if the job
     has ended without this worker.
     """
-    worker = replace(worker, name=uuid.uuid4().hex)
-    held, has_lost_peer = Held(), False
+    attempt, has_lost_peer = f"{os.environ[GROUP]}-{terms.number}", False
+    held = (
+        None if terms.outlives is None else Held()
+    )  # from one view to the next; without it, a loss ends the process
     with reported_errors(worker, attempt, here, lambda: False):
         assigned, here = assignment_of(packed, here)
-        if ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
+        if held is not None and ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
             hold_in_advance(assigned, here, held)
-    while (given := next_view(worker, here, held.finished, has_lost_peer)) is not None:
+    while (given := next_view(worker, here, -1 if held is None else held.finished, has_lost_peer)) is not None:
         view, world, on_node = given
         prints.move(world)
         of_view = f"{attempt}-{view.number}"
         in_view = replace(worker, view=view.number)
-        ended = run_packed(in_view, packed, of_view, world, Membered(held, on_node, assigned))
+        ended = run_in_view(in_view, packed, assigned, of_view, world, on_node, held)
         has_lost_peer = ended is Next.AFTER_LOSS
-        if held.lets_go():
+        if held is None or held.lets_go():
             assigned.job = None  # before the view is left: a sharded model holds its groups
         leave_view(has_lost_peer)
         if isinstance(ended, bool):
@@ -135,48 +129,43 @@ class Next(Enum):
     AFTER_LOSS = auto()
 
 
-class Membered(NamedTuple):
-    """What a worker's process holds of its job, how many workers of its view are on its node, and the job."""
-
-    held: Held
-    local_world_size: int
-    assigned: Assignment
-
-
-def run_packed(
-    worker: WorkerConfig, packed: Any, attempt: str, here: World, view: Membered | None = None
+def run_in_view(
+    worker: WorkerConfig,
+    packed: Any,
+    assigned: Assignment,
+    attempt: str,
+    world: World,
+    on_node: int,
+    held: Held | None,
 ) -> bool | Next:
-    """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects.
+    """Run the job in a view; return whether it stopped as the user asked, or why it goes on in the next view.
 
-    With a view, the job may go on in another one.
+    `on_node` workers of the view are on this node. Then nobody but `assigned` and `held` has the job's objects.
     """
-    with reported_errors(worker, attempt, here, lambda: False):
-        assigned, world = assignment_of(packed, here) if view is None else (view.assigned, here)
-        run = Storage(assigned.run_dir)
+    run = Storage(assigned.run_dir)
     heartbeat = Heartbeat(worker, attempt, world, run, assigned.step_seconds, assigned.faults)
-    beats: AbstractContextManager[Any] = nullcontext() if view is None else heartbeat  # also while a view forms
-    with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed), beats:
+    with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed), heartbeat:
         try:
-            run_assigned(worker, packed, assigned, run, world, heartbeat, view)
+            run_assigned(worker, packed, assigned, world, on_node, heartbeat, held)
         except WorkerError as lost:
-            if view is None:
+            if held is None:
                 raise
             without_frames(lost)  # so that the group can be left
             return Next.AFTER_LOSS
         except StopRequested:
-            if view is not None and heartbeat.is_to_rejoin:
+            if heartbeat.is_to_rejoin:
                 return Next.AS_PLANNED
             if ray.get(worker.channel.state.remote())[0].ask is not Ask.STOP:
                 raise  # so that the workers are started anew, more or fewer of them
             return True
         except OtherKind as other:
-            ray.get(worker.channel.avoid.remote(worker.number, other.node_ids))
+            ray.get(worker.channel.learn.remote(worker.number, avoided=other.node_ids))
             raise
         except Exception as error:
-            if view is not None and ray.get(worker.channel.is_out.remote(worker.name)):
-                raise WorkerError("the others go on without this worker") from None  # the error follows from it
+            if ray.get(worker.channel.is_out.remote(worker.name)):
+                raise WorkerError(OUT) from None  # the error follows from it
             if trouble_of(error) is Trouble.BROKEN_GPU:
-                ray.get(worker.channel.tell_broken.remote(worker.number, worker.node_id))
+                ray.get(worker.channel.learn.remote(worker.number, broken=(worker.node_id,)))
             raise
     return False
 
@@ -185,29 +174,24 @@ def run_assigned(
     worker: WorkerConfig,
     packed: Any,
     assigned: Assignment,
-    run: Storage,
     world: World,
-    heartbeat: "Heartbeat",
-    view: Membered | None,
+    on_node: int,
+    heartbeat: Heartbeat,
+    held: Held | None,
 ) -> None:
-    """Run the task within the process group of the job's workers.
+    """Run the task within the process group of a view's workers, and wait for all of them at its end.
 
-    Raises StopRequested if it stopped as it was asked.
+    The caller leaves the group at once: that is how others hear of a loss. If this raises anything but StopRequested
+    or WorkerError, the group stays: peers may wait in it, and the process is about to end.
+    Raises StopRequested if it stopped as it was asked, and WorkerError if another worker was lost.
     """
-    channel, attempt = worker.channel, heartbeat.attempt
-    # Ray Train numbers the workers node by node; the job may take only the first of those on this node.
-    first = world.rank - world.local_rank
-    on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
-    number, held = worker.view, None if view is None else view.held
-    if view is not None:
-        on_node = view.local_world_size
+    channel, attempt, run = worker.channel, heartbeat.attempt, Storage(assigned.run_dir)
     flight = run.child(FLIGHT_RECORDER)
     recorder = recorder_variables(assigned.backend, flight, attempt)
-    step_seconds = assigned.step_seconds
+    step_seconds, within = assigned.step_seconds, None if held is None else SOON
     with (
         environment(recorder),
-        process_group(channel, attempt, world, assigned.backend, step_seconds, on_node, number),
-        left_together(channel, attempt, world) if view is None else through_together(channel, number, world),
+        process_group(worker, attempt, world, assigned.backend, step_seconds, on_node, within),
     ):
         check_shared(run, assigned.token, str(world))
         if DUMP_FILE in recorder:
@@ -215,26 +199,27 @@ def run_assigned(
                 flight.create()  # NCCL makes no folder
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
-        send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
-        with heartbeat if view is None else nullcontext():
-            if assigned.job is None:
-                assigned.job = assignment_of(packed, world)[0].job
-            assert assigned.job is not None
-            run_task(
-                assigned.job,
-                world,
-                run,
-                # The loop waits for no row of the history: messages of a worker arrive in order.
-                # Those of a worker that was left out would be taken for newer ones: the others have sent them again.
-                lambda message: (
-                    send(channel, message, worker.number, wait=False, name=worker.name)
-                    if isinstance(message, Logged)
-                    else send(channel, message, worker.number)
-                ),
-                heartbeat,
-                assigned.rows,
-                held,
-            )
+        send(channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
+        if assigned.job is None:
+            assigned.job = assignment_of(packed, world)[0].job
+        assert assigned.job is not None
+        run_task(
+            assigned.job,
+            world,
+            run,
+            # The loop waits for no row of the history: messages of a worker arrive in order.
+            # Those of a worker that was left out would be taken for newer ones: the others have sent them again.
+            lambda message: (
+                send(channel, message, worker.number, wait=False, name=worker.name)
+                if isinstance(message, Logged)
+                else send(channel, message, worker.number)
+            ),
+            heartbeat,
+            assigned.rows,
+            held,
+        )
+        if ray.get(channel.end.remote(worker.view, world.rank, world.world_size, True)):
+            raise WorkerError("another worker was lost before all were through")
     if DUMP_FILE in recorder and world.rank == 0:
         with suppress(StorageError):
             if flight.is_empty():
@@ -294,37 +279,3 @@ def _ending_of(error: BaseException) -> Ending:
         return Ending.OUT_OF_MEMORY
     is_final = trouble is not None and trouble.is_final
     return Ending.MISTAKEN if is_final or isinstance(error, JobError) else Ending.RAISED
-
-
-@contextmanager
-def left_together(channel: Any, attempt: str, world: World) -> Iterator[None]:
-    """Leave the process group at the block's end, once no peer reads from it any more: that would end the process.
-
-    If the block raises, but for StopRequested, the group stays: peers may wait in it, and the process is about to
-    end.
-    """
-
-    def leave() -> None:
-        ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))
-        leave_group()
-
-    try:
-        yield
-    except StopRequested:
-        leave()
-        raise
-    # DDP's part in C++ must not be the last to hold the group: if the collector frees that, it waits for the
-    # group's threads, and they may wait for the interpreter, which the collector holds.
-    free_memory()
-    leave()
-
-
-@contextmanager
-def through_together(channel: Any, view: int, world: World) -> Iterator[None]:
-    """Wait at the block's end for all of a view; raises WorkerError if one of them was lost before.
-
-    The caller leaves the process group at once: that is how others hear of a loss.
-    """
-    yield
-    if not ray.get(channel.through.remote(view, world.rank, world.world_size)):
-        raise WorkerError("another worker was lost before all were through")

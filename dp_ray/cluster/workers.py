@@ -21,7 +21,7 @@ import ray
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, encoded, open_channel, receive
+from dp_ray.cluster.channel import RUN_JOB, SERVE, STOP, Terms, WorkerConfig, encoded, open_channel, receive
 from dp_ray.cluster.connect import (
     check_fits,
     without_gpus,
@@ -49,11 +49,11 @@ with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever
     from ray.train import LoggingConfig, RunConfig, ScalingConfig
 
     from dp_ray.cluster.internals.core import autoscales, head_answers, put_apart
-    from dp_ray.cluster.internals.train import why_failed
+    from dp_ray.cluster.internals.train import WorkersStart, why_failed
     from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
     from dp_ray.cluster.internals.trainer import ControlledTrainer
     from dp_ray.cluster.loop import train_loop_per_worker
-    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports, answers_at
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, answers_at
 
 if TYPE_CHECKING:  # what jobs need: workers that serve modules start without it
     from dp_ray.monitor.faults import Faults
@@ -175,7 +175,7 @@ class StartedWorkers:
             job.retries,
             job.task != "evaluate" and not job.finds_shards,
             is_last,
-            goes_on=not why,
+            outlives=None if why else job.retries,
             rejoin=max(job.timeouts.rejoin, SIGNS * beat_interval(job.max_workers)),
             step=job.timeouts.step,
             needs_all=job.sync_batchnorm,
@@ -204,11 +204,11 @@ class StartedWorkers:
         if not self._number:
             return ""  # they are about to start
         with self.reached.kept():
-            is_mended, lost = ray.get(self.channel.mended.remote())
-        if lost.issuperset(range(job.max_workers)):
+            lost = set(range(job.max_workers)) & ray.get(self.channel.lost.remote())
+        if len(lost) == job.max_workers:
             return "those that the job takes are lost"
-        if is_mended and job.max_workers > 1 and why_restarts(job, self.each.get("GPU", 0)):
-            return "one was replaced alone, and this job needs workers that were started together"
+        if lost and (why := why_restarts(job, self.each.get("GPU", 0))):
+            return f"some that the job takes are lost, and it needs all of them ({why})"
         return ""
 
     def begin_serving(self, keys: WorkerKeys, is_last: bool) -> int:
@@ -219,8 +219,8 @@ class StartedWorkers:
             keys.max_workers,
             can_stop=False,
             is_last=is_last,
-            serves=True,
-            goes_on=True,
+            runs=SERVE,
+            outlives=math.inf,
             rejoin=max(keys.timeouts.rejoin, SIGNS * beat_interval(keys.max_workers)),
         )
         with self.reached.kept():
@@ -335,9 +335,9 @@ def start_workers(
         for told in (unknown_ray(), without_gpus(keys, each), check_can_run(keys, each)):
             if told:
                 say(told)
-        channel = open_channel(keys.max_workers)
+        channel = open_channel(keys.max_workers, keeps_idle=not each.get("GPU", 0))
         node_id = ray.get_runtime_context().get_node_id()
-        config = WorkerConfig(channel, is_own and not verbose, node_id, is_for_modules=serves)
+        config = WorkerConfig(channel, is_own and not verbose, node_id, imports=(SERVE if serves else RUN_JOB)[0])
         trainer = launch(keys, each, config, folder, is_own, is_first, verbose)
         return StartedWorkers(trainer, channel, each, verbose, reached)
 
@@ -406,8 +406,8 @@ def launch(
             logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
         ),
         scaling=ElasticScalingPolicy(wanted, channel),
-        restarts=RestartPolicy(channel, keeps_idle=not each.get("GPU", 0)),
-        start=StartReports(dict(keys.env), channel),
+        restarts=RestartPolicy(channel),
+        start=WorkersStart(dict(keys.env), channel),
         is_own=is_own,
         is_first=is_first,
     )

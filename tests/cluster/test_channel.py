@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, Why
+from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms
+from dp_ray.cluster.membership import Member, View
 
-RESIZE = Request(Ask.RESTART, Why.GROWTH, "there is room for more")
+RESIZE = Request(Ask.RESTART, "there is room for more")
 
 
 def played(play: Coroutine[Any, Any, None]) -> None:
@@ -52,7 +53,7 @@ def test_workers_that_start_during_a_job_join_it_and_after_it_wait() -> None:
 def test_workers_may_have_a_last_word_once_their_job_has_finished() -> None:
     async def play() -> None:
         channel = Channel()
-        await channel.begin(Terms(1, 2, serves=True), [])
+        await channel.begin(Terms(1, 2), [])
         await channel.finish(1)
         await channel.put(b"finished", 1)
         assert await channel.receive(wait=False) == [b"finished"]
@@ -147,14 +148,16 @@ def test_workers_of_a_job_that_was_given_up_reach_no_other_job() -> None:
 def test_workers_meet_at_the_store_of_their_own_attempt() -> None:
     async def play() -> None:
         channel = Channel()
-        waiting = await soon(channel.store("b"))
+        await channel.begin(Terms(1, 1), [])
+        assert isinstance(await channel.ask(1, "group", Member("a", 0), -1, False, 1), View)
+        waiting = await soon(channel.store("b", 1, 60.0))
         await channel.set_store("a", "host", 1)
         assert not waiting.done()
         await channel.set_store("b", "host", 2)
         assert await waiting == ("host", 2)
-        assert await channel.store("c", 0, 0.01) is None, "rank 0 stands still"
+        assert await channel.store("c", 1, 0.01) is None, "rank 0 stands still"
         await channel.set_store("c", "host", 3)
-        assert await channel.store("c", 0, 0.01) == ("host", 3)
+        assert await channel.store("c", 1, 0.01) == ("host", 3)
 
     played(play())
 
@@ -162,7 +165,7 @@ def test_workers_meet_at_the_store_of_their_own_attempt() -> None:
 def test_what_workers_serve_ends_for_all_of_them() -> None:
     async def play() -> None:
         channel = Channel()
-        await channel.begin(Terms(1, 2, serves=True), [b"keys"])
+        await channel.begin(Terms(1, 2), [b"keys"])
         await channel.receive()
         ended = await soon(channel.ended(1))
         assert not ended.done()
@@ -170,7 +173,7 @@ def test_what_workers_serve_ends_for_all_of_them() -> None:
         await channel.finish(1)
         await ended
         assert await listening == [], "who listens is woken"
-        await channel.begin(Terms(2, 2, serves=True), [b"keys"])
+        await channel.begin(Terms(2, 2), [b"keys"])
         await channel.ended(1)
         ended = await soon(channel.ended(2))
         await channel.close()
@@ -183,17 +186,17 @@ def test_what_workers_compute_on_is_told_to_the_next_ones_of_their_job_alone() -
     async def play() -> None:
         channel = Channel()
         await channel.begin(Terms(1, 2), [])
-        await channel.settle(1, "one kind")
-        await channel.avoid(1, ("b",))
-        await channel.avoid(1, ("b", "c"))
-        await channel.tell_broken(1, "a")
+        await channel.learn(1, kind="one kind")
+        await channel.learn(1, avoided=("b",))
+        await channel.learn(1, avoided=("b", "c"))
+        await channel.learn(1, broken=("a",))
         of_job = Terms(1, 2, kind="one kind", avoided=("b", "c"), broken=("a",))
         assert await channel.next_job(0) == (of_job, []) and (await channel.state())[1] == of_job
         await channel.finish(1)
-        await channel.avoid(1, ("d",))
-        await channel.tell_broken(1, "d")
+        await channel.learn(1, avoided=("d",))
+        await channel.learn(1, broken=("d",))
         await channel.begin(Terms(2, 2), [])
-        await channel.settle(1, "late")
+        await channel.learn(1, kind="late")
         assert (await channel.state())[1] == Terms(2, 2)
 
     played(play())

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster import group
 from dp_ray.cluster.channel import NOTHING
-from dp_ray.cluster.decisions import Memory, Restart, RestartReason, Snapshot, WorkersFailed, decide_restart
+from dp_ray.cluster.decisions import Memory, Restart, Snapshot, WorkersFailed, decide_restart
 from dp_ray.cluster.worker import _ending_of
 from dp_ray.engine import world
 from dp_ray.engine.user_code import is_out_of_memory
@@ -40,7 +40,8 @@ from dp_ray.engine.world import (
     passes,
 )
 from dp_ray.errors import JobError, ModelError, WorkerError
-from dp_ray.messages import Ending, WorkerExit
+from dp_ray.messages import Ending, Interrupted, WorkerExit
+from dp_ray.rundir.incidents import IncidentKind
 from tests.support.forked import Ended, started
 from tests.support.group import ProcessExit, run_group
 from tests.support.training import mlp
@@ -230,7 +231,8 @@ def test_only_what_may_be_a_lost_worker_is_retried_as_one(cause: Cause) -> None:
     memory = Memory(3, lost_peer_since=0.0)
     decision = decide_restart(Snapshot(WorkersFailed(exits, {}), NOTHING, memory), now=100.0)
     assert decision.do is do
-    assert (decision.reason is RestartReason.LOST_PEER) == (do is Restart.RESTART)
+    is_network = isinstance(decision.message, Interrupted) and decision.message.kind is IncidentKind.NETWORK
+    assert is_network == (do is Restart.RESTART)
 
 
 @pytest.mark.full

@@ -17,7 +17,6 @@ from dp_ray.cluster.decisions import (
     Memory,
     Restart,
     RestartDecision,
-    RestartReason,
     Snapshot,
     WorkerDemand,
     WorkersFailed,
@@ -28,7 +27,8 @@ from dp_ray.engine.model import build_model
 from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.world import Trouble, World, text_of, trouble_of
 from dp_ray.errors import JobError, ModelError
-from dp_ray.messages import Ending, WorkerExit
+from dp_ray.messages import Ending, Interrupted, WorkerExit
+from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.storage import Storage
 from dp_ray.system.linux import LIBC, SHARED_MEMORY
 from dp_ray.tasks.task import broken_gpu_named, run_task
@@ -141,18 +141,18 @@ def raised_by_model(text: str) -> ModelError:
 def test_a_broken_gpu_has_the_job_start_again_without_progress_and_end_if_it_comes_back() -> None:
     error = raised_by_model(ECC)
     first = decision_on(error, has_progressed=False)
-    assert (first.do, first.reason, first.memory.retries) == (Restart.RESTART, RestartReason.BROKEN_GPU, 2)
+    assert (first.do, first.memory.retries) == (Restart.RESTART, 2)
     again = decision_on(error, has_progressed=False, seen=first.memory.seen)
-    assert (again.do, again.reason) == (Restart.GIVE_UP, RestartReason.CAME_BACK)
+    assert again.do is Restart.GIVE_UP
     other = decision_on(ModelError(f"{error}; the GPU is another one"), True, seen=first.memory.seen)
     assert other.do is Restart.RESTART
 
 
 def test_a_broken_gpu_explains_the_errors_of_others_but_no_mistake() -> None:
     broken = WorkerExit(Ending.BROKEN_GPU, "broken", True)
-    for kind, reason in [(Ending.RAISED, RestartReason.BROKEN_GPU), (Ending.MISTAKEN, RestartReason.MISTAKE)]:
+    for kind, told in [(Ending.RAISED, Interrupted(IncidentKind.ERROR, "broken", (1,))), (Ending.MISTAKEN, None)]:
         both = WorkersFailed({0: WorkerExit(kind, "oh", True), 1: broken}, {})
-        assert decide_restart(Snapshot(both, NOTHING, Memory(3)), 0.0).reason is reason
+        assert decide_restart(Snapshot(both, NOTHING, Memory(3), ranks={1: 1}), 0.0).message == told
 
 
 @pytest.mark.parametrize("text", [BUSY, "CUDA error: out of memory"], ids=["busy", "memory"])

@@ -123,9 +123,6 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     ),
     "ray.train.v2._internal.execution.worker_group:WorkerGroupContext": ("num_workers",),
     "ray.train.v2._internal.execution.context:get_train_context": (),
-    "ray.train.v2._internal.execution.context:TrainContext.get_local_rank": (),
-    "ray.train.v2._internal.execution.context:TrainContext.get_local_world_size": (),
-    "ray.train.v2._internal.execution.context:TrainContext.get_node_rank": (),
     "ray.train.v2._internal.execution.context:TrainContext.get_world_rank": (),
     "ray.train.v2._internal.execution.context:TrainContext.get_world_size": (),
     "ray.train.v2._internal.execution.controller:TrainController": (

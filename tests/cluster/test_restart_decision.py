@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.cluster.channel import NOTHING, STOP, Ask, Request, Why
+from dp_ray.cluster.channel import NOTHING, STOP, Ask, Request
 from dp_ray.cluster.decisions import (
     DEATH_SECONDS,
     Memory,
     Restart,
     RestartDecision,
-    RestartReason,
     Snapshot,
     StartFailed,
     StartTrouble,
@@ -23,8 +22,9 @@ from dp_ray.messages import Ending, Interrupted, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
 
 NOW = 1000.0
-GROWTH = Request(Ask.RESTART, Why.GROWTH, "there is room for 3 workers")
-DRAIN = Request(Ask.RESTART, Why.DRAIN, "Ray drains 10.0.0.2")
+RANKS = {rank: rank for rank in range(6)}
+GROWTH = Request(Ask.RESTART, "there is room for 3 workers")
+DRAIN = Request(Ask.RESTART, "Ray drains 10.0.0.2", drains=True)
 
 
 def ended(kind: Ending, text: str = "oh", has_progressed: bool = True) -> WorkerExit:
@@ -39,7 +39,7 @@ def failed(died: dict[int, str] | None = None, **kinds: int) -> WorkersFailed:
 def decision_of(
     failure: Any, request: Request = NOTHING, retries: int = 2, now: float = NOW, **memory: Any
 ) -> RestartDecision:
-    return decide_restart(Snapshot(failure, request, Memory(retries, **memory)), now)
+    return decide_restart(Snapshot(failure, request, Memory(retries, **memory), ranks=RANKS), now)
 
 
 SEEN = frozenset({"raised oh"})
@@ -50,14 +50,13 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
 
 
 @pytest.mark.parametrize(
-    ("failure", "keys", "do", "reason", "told", "left"),
+    ("failure", "keys", "do", "told", "left"),
     [
         # A death explains all that the other workers say.
         (
             failed({1: "killed"}, lost_peer=0),
             {},
             Restart.RESTART,
-            RestartReason.DIED,
             (IncidentKind.WORKER, "killed", (1,)),
             1,
         ),
@@ -65,42 +64,38 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             failed({1: "killed"}, raised=0),
             {},
             Restart.RESTART,
-            RestartReason.DIED,
             (IncidentKind.WORKER, "killed", (1,)),
             1,
         ),
-        (failed({0: "b", 2: "a"}), {}, Restart.RESTART, RestartReason.DIED, (IncidentKind.WORKER, "a; b", (0, 2)), 1),
-        (failed({0: "a", 2: "a"}), {}, Restart.RESTART, RestartReason.DIED, (IncidentKind.WORKER, "a", (0, 2)), 1),
-        (failed({1: "killed"}), {"retries": 0}, Restart.GIVE_UP, RestartReason.NO_RETRIES, None, 0),
+        (failed({0: "b", 2: "a"}), {}, Restart.RESTART, (IncidentKind.WORKER, "a; b", (0, 2)), 1),
+        (failed({0: "a", 2: "a"}), {}, Restart.RESTART, (IncidentKind.WORKER, "a", (0, 2)), 1),
+        (failed({1: "killed"}), {"retries": 0}, Restart.GIVE_UP, None, 0),
         # A lost peer may be a death that Ray does not see yet; where none comes, it was the network.
-        (failed(lost_peer=0), {}, Restart.WAIT, RestartReason.DEATH_TO_COME, None, 2),
-        (failed(lost_peer=0), {"lost_peer_since": NOW - 2.9}, Restart.WAIT, RestartReason.DEATH_TO_COME, None, 2),
+        (failed(lost_peer=0), {}, Restart.WAIT, None, 2),
+        (failed(lost_peer=0), {"lost_peer_since": NOW - 2.9}, Restart.WAIT, None, 2),
         (
             failed(lost_peer=0),
             {"lost_peer_since": NOW - DEATH_SECONDS},
             Restart.RESTART,
-            RestartReason.LOST_PEER,
             (IncidentKind.NETWORK, "oh", (0,)),
             1,
         ),
         # An error of user code: once, if the worker had come some way.
-        (failed(raised=1), {}, Restart.RESTART, RestartReason.ERROR, (IncidentKind.ERROR, "oh", (1,)), 1),
+        (failed(raised=1), {}, Restart.RESTART, (IncidentKind.ERROR, "oh", (1,)), 1),
         (
             failed(raised=1, lost_peer=0),
             {},
             Restart.RESTART,
-            RestartReason.ERROR,
             (IncidentKind.ERROR, "oh", (1,)),
             1,
         ),
-        (failed(raised=1), {"seen": SEEN}, Restart.GIVE_UP, RestartReason.CAME_BACK, None, 2),
+        (failed(raised=1), {"seen": SEEN}, Restart.GIVE_UP, None, 2),
         # Right after a restart, a GPU may still hold the memory of the workers before.
-        (NO_MEMORY_AT_START, {}, Restart.GIVE_UP, RestartReason.NO_PROGRESS, None, 2),
+        (NO_MEMORY_AT_START, {}, Restart.GIVE_UP, None, 2),
         (
             NO_MEMORY_AT_START,
             {"has_restarted": True},
             Restart.RESTART,
-            RestartReason.ERROR,
             (IncidentKind.ERROR, "CUDA out of memory", (1,)),
             1,
         ),
@@ -108,7 +103,6 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             NO_MEMORY_AT_START,
             {"has_restarted": True, "seen": frozenset({"out of memory at the start"})},
             Restart.GIVE_UP,
-            RestartReason.CAME_BACK,
             None,
             2,
         ),
@@ -116,17 +110,15 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             WorkersFailed({1: ended(Ending.RAISED, has_progressed=False)}, {}),
             {"has_restarted": True},
             Restart.GIVE_UP,
-            RestartReason.NO_PROGRESS,
             None,
             2,
         ),
-        (failed(raised=1), {"retries": 0}, Restart.GIVE_UP, RestartReason.NO_RETRIES, None, 0),
-        (failed(mistaken=1, raised=0), {}, Restart.GIVE_UP, RestartReason.MISTAKE, None, 2),
+        (failed(raised=1), {"retries": 0}, Restart.GIVE_UP, None, 0),
+        (failed(mistaken=1, raised=0), {}, Restart.GIVE_UP, None, 2),
         (
             WorkersFailed({0: ended(Ending.RAISED, "oh", False)}, {}),
             {},
             Restart.GIVE_UP,
-            RestartReason.NO_PROGRESS,
             None,
             2,
         ),
@@ -135,7 +127,6 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             failed(stopped=0),
             {"request": GROWTH, "retries": 0},
             Restart.RESTART,
-            RestartReason.RESIZED,
             (IncidentKind.RESIZE, "there is room for 3 workers", ()),
             0,
         ),
@@ -143,7 +134,6 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             failed(stopped=0),
             {"request": DRAIN, "retries": 0},
             Restart.RESTART,
-            RestartReason.DRAINED,
             (IncidentKind.PREEMPTION, "Ray drains 10.0.0.2", ()),
             0,
         ),
@@ -151,7 +141,6 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             failed(stopped=0, lost_peer=1),
             {"request": DRAIN},
             Restart.RESTART,
-            RestartReason.DRAINED,
             (IncidentKind.PREEMPTION, DRAIN.text, ()),
             2,
         ),
@@ -159,7 +148,6 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             failed(stopped=0, raised=1),
             {"request": DRAIN},
             Restart.RESTART,
-            RestartReason.ERROR,
             (IncidentKind.ERROR, "oh", (1,)),
             1,
         ),
@@ -168,7 +156,6 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             failed(other_kind=0, lost_peer=1),
             {"retries": 0},
             Restart.RESTART,
-            RestartReason.OTHER_KIND,
             (IncidentKind.RESIZE, "oh", ()),
             0,
         ),
@@ -176,7 +163,6 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             failed({1: "killed"}, other_kind=0),
             {},
             Restart.RESTART,
-            RestartReason.DIED,
             (IncidentKind.WORKER, "killed", (1,)),
             1,
         ),
@@ -185,37 +171,37 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             LOST,
             {},
             Restart.RESTART,
-            RestartReason.START_LOST,
             (IncidentKind.WORKER, f"the workers could not be started: {LOST.cause}", ()),
             1,
         ),
-        (LOST, {"retries": 0}, Restart.GIVE_UP, RestartReason.NO_RETRIES, None, 0),
-        (ERROR, {}, Restart.GIVE_UP, RestartReason.START_ERROR, None, 2),
+        (LOST, {"retries": 0}, Restart.GIVE_UP, None, 0),
+        (ERROR, {}, Restart.GIVE_UP, None, 2),
         # The user stops the run.
-        (failed(stopped=0), {"request": STOP}, Restart.GIVE_UP, RestartReason.USER_STOPS, None, 2),
-        (failed({0: "killed"}), {"request": STOP}, Restart.GIVE_UP, RestartReason.USER_STOPS, None, 2),
-        (NO_CAPACITY, {"request": STOP}, Restart.GIVE_UP, RestartReason.USER_STOPS, None, 2),
+        (failed(stopped=0), {"request": STOP}, Restart.GIVE_UP, None, 2),
+        (failed({0: "killed"}), {"request": STOP}, Restart.GIVE_UP, None, 2),
+        (NO_CAPACITY, {"request": STOP}, Restart.GIVE_UP, None, 2),
     ],
 )
 def test_what_becomes_of_a_failure(
-    failure: Any, keys: dict[str, Any], do: Restart, reason: RestartReason, told: tuple[Any, ...] | None, left: int
+    failure: Any, keys: dict[str, Any], do: Restart, told: tuple[Any, ...] | None, left: int
 ) -> None:
     decision = decision_of(failure, **keys)
-    assert (decision.do, decision.reason) == (do, reason)
+    assert decision.do is do
     assert decision.message == (None if told is None else Interrupted(*told))
     assert decision.memory.retries == left
 
 
 def test_capacity_that_was_taken_is_waited_for_without_a_retry() -> None:
     decision = decision_of(NO_CAPACITY, retries=0)
-    assert (decision.do, decision.reason) == (Restart.RESTART, RestartReason.NO_CAPACITY)
+    assert decision.do is Restart.RESTART
     assert isinstance(decision.message, Waits)
 
 
 def test_a_word_in_an_order_decides_nothing() -> None:
     """The reason is the enum, whatever the text says."""
-    request = Request(Ask.RESTART, Why.GROWTH, "there is room, for nobody drains anything")
-    assert decision_of(failed(stopped=0), request).reason is RestartReason.RESIZED
+    request = Request(Ask.RESTART, "there is room, for nobody drains anything")
+    message = decision_of(failed(stopped=0), request).message
+    assert isinstance(message, Interrupted) and message.kind is IncidentKind.RESIZE
 
 
 def test_the_same_error_with_another_id_is_the_same_error() -> None:
@@ -227,20 +213,17 @@ def test_the_same_error_with_another_id_is_the_same_error() -> None:
     other = decide_restart(
         Snapshot(WorkersFailed({1: ended(Ending.RAISED, "another")}, {}), NOTHING, first.memory), NOW
     )
-    assert (again.reason, other.reason) == (RestartReason.CAME_BACK, RestartReason.ERROR)
+    assert (again.do, other.do) == (Restart.GIVE_UP, Restart.RESTART)
 
 
 def test_a_death_that_comes_late_ends_the_wait() -> None:
     waiting = decision_of(failed(lost_peer=0))
     assert waiting.memory.lost_peer_since == NOW
-    later = decide_restart(Snapshot(failed({1: "killed"}, lost_peer=0), NOTHING, waiting.memory), NOW + 1)
-    assert later.reason is RestartReason.DIED
+    later = decide_restart(
+        Snapshot(failed({1: "killed"}, lost_peer=0), NOTHING, waiting.memory, ranks=RANKS), NOW + 1
+    )
+    assert later.message == Interrupted(IncidentKind.WORKER, "killed", (1,))
     assert later.memory.lost_peer_since is None, "the next loss waits anew"
-
-
-def test_every_reason_is_a_sentence_of_its_own() -> None:
-    assert len({reason.value for reason in RestartReason}) == len(list(RestartReason))
-    assert all(" " in reason.value for reason in RestartReason)
 
 
 EXITS = st.builds(WorkerExit, st.sampled_from(Ending), st.sampled_from(["a", "b\nc", ""]), st.booleans())
@@ -254,16 +237,21 @@ STARTS = st.builds(StartFailed, st.sampled_from(StartTrouble), st.text())
 ORDERS = st.sampled_from([NOTHING, GROWTH, DRAIN, STOP])
 
 
+def is_loss(decision: RestartDecision) -> bool:
+    """Whether all start again after something that was not planned."""
+    kinds = (IncidentKind.WORKER, IncidentKind.NETWORK, IncidentKind.ERROR)
+    return isinstance(decision.message, Interrupted) and decision.message.kind in kinds
+
+
 @pytest.mark.slow
 @given(WORKERS | STARTS, ORDERS, st.integers(0, 3), st.floats(0, 100))
 def test_a_loss_costs_a_retry_and_a_plan_none(failure: Any, request: Request, retries: int, now: float) -> None:
     decision = decide_restart(Snapshot(failure, request, Memory(retries)), now)
     spent = retries - decision.memory.retries
-    for_free = (RestartReason.DRAINED, RestartReason.RESIZED, RestartReason.NO_CAPACITY, RestartReason.OTHER_KIND)
-    assert spent == (1 if decision.do is Restart.RESTART and decision.reason not in for_free else 0)
+    assert spent == is_loss(decision)
     assert (decision.message is None) == (decision.do is not Restart.RESTART), "what is started anew is told"
     if request.ask is Ask.STOP:
-        assert decision.reason is RestartReason.USER_STOPS
+        assert decision.do is Restart.GIVE_UP
 
 
 @pytest.mark.slow
@@ -277,10 +265,5 @@ def test_a_job_ends_after_so_many_losses(history: list[tuple[Any, Request]], ret
         assert memory.retries >= 0
         if decision.do is Restart.GIVE_UP:
             return
-        losses += decision.reason in (
-            RestartReason.DIED,
-            RestartReason.LOST_PEER,
-            RestartReason.ERROR,
-            RestartReason.START_LOST,
-        )
+        losses += is_loss(decision)
     assert losses <= retries

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from dp_ray.cluster import policies
 from dp_ray.cluster.channel import STOP, Channel, Terms
 from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, WorkersFailed
 from dp_ray.cluster.membership import Left, Member
@@ -53,7 +54,7 @@ def in_views(retries: int = 3) -> Callable[[Channel], Coroutine[Any, Any, None]]
     """Begin a job that has lost the worker in slot 0, so that those in slots 1 and 2 have the ranks 0 and 1."""
 
     async def play(channel: Channel) -> None:
-        await channel.begin(Terms(1, 3, retries=retries, goes_on=True), [])
+        await channel.begin(Terms(1, 3, retries=retries, outlives=retries), [])
         for names, lost in (("abc", False), ("bc", True)):
             members = [Member(name, "abc".index(name)) for name in names]
             await asyncio.gather(*(channel.ask(1, "group", member, 2, lost, 3) for member in members))
@@ -89,7 +90,7 @@ def test_survivors_go_on_to_keep_what_they_hold_where_the_user_stops_the_run(cha
     assert told(channel) == [Left((1,), KILLED)]
     assert policy.with_room({2: "node"}) == set()
     assert channel.ask.remote(1, "group", Member("b", 1), 4, True, 3) is not None
-    assert channel.leave.remote(3, 0, 1, True) is False
+    assert channel.end.remote(3, 0, 1, False, True) is False
     assert policy.on_failure(died(1)) is Restart.RESTART
     assert [type(message) for message in told(channel)] == [GaveUp]
 
@@ -100,7 +101,7 @@ def test_who_is_lost_after_all_have_left_to_stop_is_not_waited_for(channel: Play
     channel.request.remote(STOP)
 
     async def leave(there: Channel) -> None:
-        assert await asyncio.gather(*(there.leave(2, rank, 2, keeps) for rank in (0, 1))) == [not keeps] * 2
+        assert await asyncio.gather(*(there.end(2, rank, 2, False, keeps) for rank in (0, 1))) == [not keeps] * 2
 
     channel.play(leave)
     assert RestartPolicy(channel).on_failure(died(2)) is do
@@ -119,15 +120,15 @@ def test_a_loss_of_who_takes_no_part_leaves_a_job_alone_whose_workers_restart(ch
     """As one of a single worker, among the workers of a session."""
     channel.begin.remote(Terms(1, 1, retries=0), [])
     channel.next_job.remote(0, "group", 0, 3)
-    policy = RestartPolicy(channel, keeps_idle=True)
+    policy = RestartPolicy(channel)
     for slot in (2, 1):
         assert policy.on_failure(died(slot)) is Restart.REPLACE
         (note,) = told(channel)
         assert isinstance(note, Note) and note.text.startswith("a worker that took no part is lost")
     assert policy.on_failure(StartFailed(StartTrouble.LOST, KILLED)) is Restart.REPLACE
-    assert policy.on_more(died(1)) is Restart.REPLACE
-    assert policy.on_more(WorkersFailed({0: WorkerExit(Ending.RAISED, "oh", True)}, {1: KILLED})) is None
-    assert told(channel) == [note]
+    policy.on_more(died(1))
+    policy.on_more(WorkersFailed({0: WorkerExit(Ending.RAISED, "oh", True)}, {1: KILLED}))
+    assert told(channel) == [], "what waits to be replaced is known, and the rest is told when all start again"
     assert policy.on_failure(died(0)) is Restart.RESTART
     assert told(channel) == [GaveUp({0: KILLED})]
 
@@ -135,14 +136,31 @@ def test_a_loss_of_who_takes_no_part_leaves_a_job_alone_whose_workers_restart(ch
 def test_of_all_that_were_lost_those_of_the_job_are_named(channel: Played) -> None:
     for retries in (0, 1):
         channel.begin.remote(Terms(1 + retries, 2, retries=retries), [])
-        assert RestartPolicy(channel, keeps_idle=True).on_failure(died(1, 2)) is Restart.RESTART
+        assert RestartPolicy(channel).on_failure(died(1, 2)) is Restart.RESTART
         (message,) = told(channel)
         assert message == (Interrupted(IncidentKind.WORKER, KILLED, (1,)) if retries else GaveUp({1: KILLED}))
 
 
 def test_with_gpus_all_start_again_and_no_rank_of_the_job_is_named(channel: Played) -> None:
+    channel.there._keeps_idle = False
     channel.begin.remote(Terms(1, 1, retries=0), [])
     assert RestartPolicy(channel).on_failure(died(2)) is Restart.RESTART
     (message,) = told(channel)
     assert isinstance(message, Interrupted)
     assert (message.ranks, message.what) == ((), f"a worker that the job does not take was lost: {KILLED}")
+
+
+@pytest.mark.parametrize(("needs_all", "others"), [(False, "go on without it"), (True, "wait for it")])
+def test_where_no_node_has_room_it_is_said_once_what_the_others_do(
+    channel: Played, monkeypatch: pytest.MonkeyPatch, needs_all: bool, others: str
+) -> None:
+    monkeypatch.setattr(policies, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(policies, "draining_nodes", set)
+    monkeypatch.setattr(ray, "nodes", list)
+    channel.play(in_views())
+    channel.there._terms = replace(channel.there._terms, needs_all=needs_all)
+    policy = RestartPolicy(channel)
+    assert policy.on_failure(died(2)) is Restart.REPLACE
+    told(channel)
+    assert policy.with_room({2: "node"}) == policy.with_room({2: "node"}) == set()
+    assert [note.text for note in told(channel)] == [f"no node has room for another worker now: the others {others}"]

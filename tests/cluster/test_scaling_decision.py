@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_ray.cluster import policies
-from dp_ray.cluster.channel import Ask, Channel, Terms, Why
+from dp_ray.cluster.channel import Ask, Channel, Terms
 from dp_ray.cluster.decisions import (
     GROW_AFTER_SECONDS,
     REPLACE_SECONDS,
@@ -20,7 +20,6 @@ from dp_ray.cluster.decisions import (
     LastCount,
     Resize,
     Running,
-    ScalingReason,
     WorkerDemand,
     decide_scaling,
     is_worth_a_look,
@@ -38,42 +37,40 @@ def idle(capacity: int, idle_capacity: int, waited: float = 0.0, **keys: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "do", "reason", "workers"),
+    ("snapshot", "do", "workers"),
     [
         # As many as there is room for, at once where that is all, else when it has settled.
-        (idle(4, 4), Resize.START, ScalingReason.ALL_CAPACITY, 4),
-        (idle(2, 2), Resize.START, ScalingReason.ALL_CAPACITY, 2),
-        (idle(3, 4), Resize.WAIT, ScalingReason.SETTLING, 0),
-        (idle(3, 4, SETTLE_SECONDS), Resize.WAIT, ScalingReason.SETTLING, 0),
-        (idle(3, 4, SETTLE_SECONDS + 0.1), Resize.START, ScalingReason.SETTLED, 3),
+        (idle(4, 4), Resize.START, 4),
+        (idle(2, 2), Resize.START, 2),
+        (idle(3, 4), Resize.WAIT, 0),
+        (idle(3, 4, SETTLE_SECONDS), Resize.WAIT, 0),
+        (idle(3, 4, SETTLE_SECONDS + 0.1), Resize.START, 3),
         (
             idle(2, 1),
             Resize.START,
-            ScalingReason.ALL_CAPACITY,
             2,
         ),  # capacity that is held by ours counts, idle or not
         # Our own last workers may hold capacity until they are told to make way.
-        (idle(1, 4, 2 * SETTLE_SECONDS, may_hold=True), Resize.WAIT, ScalingReason.OTHERS_HOLD, 0),
-        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Resize.START, ScalingReason.OWN_HOLD, 2),
-        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=False), Resize.WAIT, ScalingReason.OTHERS_HOLD, 0),
-        (idle(1, 1, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Resize.WAIT, ScalingReason.TOO_FEW_NODES, 0),
+        (idle(1, 4, 2 * SETTLE_SECONDS, may_hold=True), Resize.WAIT, 0),
+        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Resize.START, 2),
+        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=False), Resize.WAIT, 0),
+        (idle(1, 1, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Resize.WAIT, 0),
         # Given up only where workers ran before, nobody adds nodes, and the job has a limit.
-        (idle(1, 1, 60.0, has_started=True), Resize.WAIT, ScalingReason.TOO_FEW_NODES, 0),
-        (idle(1, 1, 60.1, has_started=True), Resize.GIVE_UP, ScalingReason.TIMED_OUT, 0),
-        (idle(1, 1, 60.1, has_started=False), Resize.WAIT, ScalingReason.TOO_FEW_NODES, 0),
-        (idle(1, 1, 60.1, has_started=True, autoscales=True), Resize.WAIT, ScalingReason.TOO_FEW_NODES, 0),
-        (idle(1, 2, 60.1, has_started=True), Resize.WAIT, ScalingReason.OTHERS_HOLD, 0),
+        (idle(1, 1, 60.0, has_started=True), Resize.WAIT, 0),
+        (idle(1, 1, 60.1, has_started=True), Resize.GIVE_UP, 0),
+        (idle(1, 1, 60.1, has_started=False), Resize.WAIT, 0),
+        (idle(1, 1, 60.1, has_started=True, autoscales=True), Resize.WAIT, 0),
+        (idle(1, 2, 60.1, has_started=True), Resize.WAIT, 0),
         (
             idle(1, 1, 9e9, has_started=True, wanted=replace(WANTED, capacity_seconds=None)),
             Resize.WAIT,
-            ScalingReason.TOO_FEW_NODES,
             0,
         ),
     ],
 )
-def test_while_no_workers_run(snapshot: Idle, do: Resize, reason: ScalingReason, workers: int) -> None:
+def test_while_no_workers_run(snapshot: Idle, do: Resize, workers: int) -> None:
     decision = decide_scaling(snapshot, NOW)
-    assert (decision.do, decision.reason, decision.num_workers) == (do, reason, workers)
+    assert (decision.do, decision.num_workers) == (do, workers)
 
 
 def test_what_is_waited_for_is_said_once_in_a_wait() -> None:
@@ -101,50 +98,47 @@ LONG = SETTLE_SECONDS + 0.1
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "do", "reason", "ask"),
+    ("snapshot", "do", "ask"),
     [
         # Growth: there must be room for more, for a while, and the workers must have run for a while.
-        (running(3, 4, (4, LONG)), Resize.ASK, ScalingReason.GROWTH, Ask.RESTART),
-        (running(3, 4, (4, SETTLE_SECONDS)), Resize.GO_ON, ScalingReason.SETTLING, None),
-        (running(2, 4, (3, LONG)), Resize.GO_ON, ScalingReason.SETTLING, None),
-        (running(3, 3, (3, LONG)), Resize.GO_ON, ScalingReason.NO_MORE_CAPACITY, None),
-        (running(3, 2, (3, LONG)), Resize.GO_ON, ScalingReason.NO_MORE_CAPACITY, None),
-        (running(4, None, (4, LONG)), Resize.GO_ON, ScalingReason.AS_WANTED, None),
-        (running(3, None, (4, LONG), ran=GROW_AFTER_SECONDS - 0.1), Resize.GO_ON, ScalingReason.TOO_YOUNG, None),
+        (running(3, 4, (4, LONG)), Resize.ASK, Ask.RESTART),
+        (running(3, 4, (4, SETTLE_SECONDS)), Resize.GO_ON, None),
+        (running(2, 4, (3, LONG)), Resize.GO_ON, None),
+        (running(3, 3, (3, LONG)), Resize.GO_ON, None),
+        (running(3, 2, (3, LONG)), Resize.GO_ON, None),
+        (running(4, None, (4, LONG)), Resize.GO_ON, None),
+        (running(3, None, (4, LONG), ran=GROW_AFTER_SECONDS - 0.1), Resize.GO_ON, None),
         (
             running(3, 4, (4, LONG), wanted=replace(WANTED, can_stop=False)),
             Resize.GO_ON,
-            ScalingReason.MUST_NOT_STOP,
             None,
         ),
         # Where workers are lost and the others go on, others come in their places; else all start again, much later.
-        (running(3, 4, (4, LONG), num_lost=1), Resize.GO_ON, ScalingReason.SETTLING, None),
-        (running(3, 4, (4, REPLACE_SECONDS), num_lost=1), Resize.GO_ON, ScalingReason.SETTLING, None),
-        (running(3, 4, (4, REPLACE_SECONDS + 0.1), num_lost=1), Resize.ASK, ScalingReason.GROWTH, Ask.RESTART),
+        (running(3, 4, (4, LONG), num_lost=1), Resize.GO_ON, None),
+        (running(3, 4, (4, REPLACE_SECONDS), num_lost=1), Resize.GO_ON, None),
+        (running(3, 4, (4, REPLACE_SECONDS + 0.1), num_lost=1), Resize.ASK, Ask.RESTART),
         # Not where these were lost as they started: so would all others be.
         (
             running(3, 4, (4, REPLACE_SECONDS + 0.1), num_lost=1, starts_fail=True),
             Resize.GO_ON,
-            ScalingReason.STARTS_FAIL,
             None,
         ),
         # Drain: those leave whose nodes are drained, if others can go on; whatever room there is.
-        (running(4, 1, draining=("10.0.0.2",), num_staying=1), Resize.LEAVE, ScalingReason.DRAIN, None),
+        (running(4, 1, draining=("10.0.0.2",), num_staying=1), Resize.LEAVE, None),
         # Else stop where enough capacity is left, else keep what is done; at once, however young the workers are.
-        (running(4, 3, draining=("10.0.0.2",), ran=0.0), Resize.ASK, ScalingReason.DRAIN, Ask.RESTART),
-        (running(4, 2, draining=("10.0.0.2",)), Resize.ASK, ScalingReason.DRAIN, Ask.RESTART),
-        (running(4, 1, draining=("10.0.0.2",)), Resize.ASK, ScalingReason.DRAIN, Ask.SAVE),
+        (running(4, 3, draining=("10.0.0.2",), ran=0.0), Resize.ASK, Ask.RESTART),
+        (running(4, 2, draining=("10.0.0.2",)), Resize.ASK, Ask.RESTART),
+        (running(4, 1, draining=("10.0.0.2",)), Resize.ASK, Ask.SAVE),
         (
             running(4, 3, draining=("10.0.0.2",), wanted=replace(WANTED, can_stop=False)),
             Resize.ASK,
-            ScalingReason.DRAIN,
             Ask.SAVE,
         ),
     ],
 )
-def test_while_workers_run(snapshot: Running, do: Resize, reason: ScalingReason, ask: Ask | None) -> None:
+def test_while_workers_run(snapshot: Running, do: Resize, ask: Ask | None) -> None:
     decision = decide_scaling(snapshot, NOW)
-    assert (decision.do, decision.reason) == (do, reason)
+    assert decision.do is do
     assert (decision.request.ask if decision.request else None) is ask
 
 
@@ -178,7 +172,7 @@ def test_workers_lost_as_they_start_end_the_growth_of_their_job_alone(monkeypatc
     handle = Handle(Channel())
     restarts = policies.RestartPolicy(handle)
     for number, is_told in ((1, True), (2, False)):
-        handle.begin.remote(Terms(number, 3, goes_on=True), [])
+        handle.begin.remote(Terms(number, 3, outlives=3), [])
         restarts._look_at(handle.state.remote()[1])
         for _ in range(policies.REPLACING_STARTS if is_told else 1):
             restarts._count_failed_start("its process was killed")
@@ -189,13 +183,8 @@ def test_workers_lost_as_they_start_end_the_growth_of_their_job_alone(monkeypatc
 def test_the_order_says_why() -> None:
     grown = decide_scaling(running(3, 4, (4, LONG)), NOW).request
     drained = decide_scaling(running(4, 3, draining=("10.0.0.2", "10.0.0.3")), NOW).request
-    assert grown is not None and (grown.why, grown.text) == (Why.GROWTH, "there is room for 4 workers")
-    assert drained is not None and (drained.why, drained.text) == (Why.DRAIN, "Ray drains 10.0.0.2, 10.0.0.3")
-
-
-def test_every_reason_is_a_sentence_of_its_own() -> None:
-    assert len({reason.value for reason in ScalingReason}) == len(list(ScalingReason))
-    assert all(" " in reason.value for reason in ScalingReason)
+    assert grown is not None and not grown.drains and grown.text == "there is room for 4 workers"
+    assert drained is not None and drained.drains and drained.text == "Ray drains 10.0.0.2, 10.0.0.3"
 
 
 MOMENTS = st.floats(0, 200)
@@ -227,7 +216,7 @@ def test_a_start_is_never_of_fewer_or_more_than_wanted_nor_without_capacity(snap
     if decision.do is Resize.START:
         assert wanted.min_workers <= decision.num_workers <= wanted.max_workers
         assert decision.num_workers <= max(snapshot.capacity, snapshot.idle_capacity)
-        assert decision.num_workers == snapshot.capacity or decision.reason is ScalingReason.OWN_HOLD
+        assert decision.num_workers in (snapshot.capacity, wanted.min_workers)
     else:
         assert decision.num_workers == 0
         assert decision.do in (Resize.WAIT, Resize.GIVE_UP)
@@ -269,8 +258,8 @@ def test_workers_stop_only_for_something_better(snapshot: Running, now: float) -
     if request is not None and request.ask is Ask.RESTART:
         assert wanted.can_stop
         assert snapshot.capacity is not None and snapshot.capacity >= wanted.min_workers, "what stops can start again"
-        assert request.why is Why.DRAIN or snapshot.capacity > snapshot.num_workers
-    assert (request is not None and request.why is Why.DRAIN) == bool(snapshot.draining)
+        assert request.drains or snapshot.capacity > snapshot.num_workers
+    assert (request is not None and request.drains) == bool(snapshot.draining)
 
 
 @given(runnings(), st.floats(0, 400))
@@ -290,5 +279,5 @@ def test_growth_waits_until_the_capacity_has_stayed_the_same(start: Running, cap
         snapshot = replace(start, draining=(), capacity=capacity, last_count=seen if second else LastCount(-1, now))
         decision = decide_scaling(snapshot, now)
         seen = decision.last_count or seen
-        if decision.reason is ScalingReason.GROWTH:
+        if decision.do is Resize.ASK:
             assert same > SETTLE_SECONDS

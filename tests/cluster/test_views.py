@@ -1,6 +1,7 @@
 """The channel makes views for a job whose workers go on where others are lost; the actor's class, without Ray."""
 
 import asyncio
+import math
 import pickle
 from collections.abc import Coroutine
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from dp_ray.cluster import channel as module
-from dp_ray.cluster.channel import STOP, Ask, Channel, Terms
+from dp_ray.cluster.channel import OUT, STOP, Ask, Channel, Terms
 from dp_ray.cluster.membership import Left, Loss, Member, View
 from tests.cluster.test_channel import played, soon
 
@@ -18,16 +19,21 @@ NEW = Member("new", 1, "node")
 
 def asks(
     channel: Channel, member: Member, progress: int = -1, lost: bool = False
-) -> Coroutine[Any, Any, View | None]:
+) -> Coroutine[Any, Any, View | str | None]:
     return channel.ask(1, "group", member, progress, lost, 3)
+
+
+def members_of(view: Any) -> tuple[Member, ...]:
+    assert isinstance(view, View)
+    return view.members
 
 
 async def begun(**terms: Any) -> Channel:
     """A channel whose job runs in its first view."""
     channel = Channel()
-    await channel.begin(Terms(1, 3, goes_on=True, **terms), ["job"])
+    await channel.begin(Terms(**{"number": 1, "workers": 3, "outlives": 3, **terms}), ["job"])
     views = await asyncio.gather(*(asks(channel, member) for member in (C, A, B)))
-    assert [view and view.members for view in views] == [(A, B, C)] * 3
+    assert [members_of(view) for view in views] == [(A, B, C)] * 3
     return channel
 
 
@@ -65,7 +71,7 @@ def test_survivors_get_the_next_view_once_all_that_live_have_asked() -> None:
         await channel.lose(1, (1,), "killed")
         assert await first == await second == View(2, (A, C))
         assert await beat(channel, B, 1) is Ask.END
-        assert await asks(channel, B, 8) is None
+        assert await asks(channel, B, 8) == OUT
 
     played(play())
 
@@ -77,11 +83,11 @@ def test_a_newcomer_is_taken_in_after_a_step_of_all() -> None:
         await asyncio.gather(asks(channel, A, 2, lost=True), asks(channel, C, 2, lost=True))
         newcomer = await soon(asks(channel, NEW))
         assert await beat(channel, A, 2) is Ask.LEAVE
-        kept = await soon(channel.leave(2, 0, 2, False))
+        kept = await soon(channel.end(2, 0, 2, False, False))
         assert not kept.done()
-        assert await channel.leave(2, 1, 2, False) and await kept
+        assert await channel.end(2, 1, 2, False, False) and await kept
         views = await asyncio.gather(asks(channel, C, 4), asks(channel, A, 4))
-        assert [view and view.members for view in [*views, await newcomer]] == [(A, C, NEW)] * 3
+        assert [members_of(view) for view in [*views, await newcomer]] == [(A, C, NEW)] * 3
 
     played(play())
 
@@ -92,7 +98,7 @@ def test_all_of_a_view_stop_for_the_user_only_if_rank_0_has_kept_the_work(is_kep
         channel = await begun()
         await channel.request(STOP)
         assert await beat(channel, A, 1) is Ask.STOP
-        answers = await asyncio.gather(*(channel.leave(1, rank, 3, is_kept or rank > 0) for rank in (2, 0, 1)))
+        answers = await asyncio.gather(*(channel.end(1, rank, 3, False, is_kept or rank > 0) for rank in (2, 0, 1)))
         assert answers == [not is_kept] * 3
 
     played(play())
@@ -101,11 +107,11 @@ def test_all_of_a_view_stop_for_the_user_only_if_rank_0_has_kept_the_work(is_kep
 def test_all_that_waits_ends_when_the_view_breaks() -> None:
     async def play() -> None:
         channel = await begun()
-        through = await soon(channel.through(1, 0, 3))
-        leaves = await soon(channel.leave(1, 0, 3, True))
-        store = await soon(channel.store("attempt", 1))
+        through = await soon(channel.end(1, 0, 3, True))
+        leaves = await soon(channel.end(1, 1, 3, False, True))
+        store = await soon(channel.store("attempt", 1, 60.0))
         await channel.lose(1, (2,), "killed")
-        assert await through is False and await leaves is True and await store is None
+        assert await through is True and await leaves is True and await store is None
 
     played(play())
 
@@ -114,12 +120,12 @@ def test_all_that_waits_ends_when_the_view_breaks() -> None:
 def test_who_waits_for_the_end_goes_on_with_those_that_left_for_a_newcomer(leaves_first: bool) -> None:
     async def play() -> None:
         channel = await begun()
-        leaving, ending = channel.leave(1, 0, 3, False), channel.through(1, 1, 3)
+        leaving, ending = channel.end(1, 0, 3, False, False), channel.end(1, 1, 3, True)
         first, second = (leaving, ending) if leaves_first else (ending, leaving)
-        waits = await soon(first)
-        assert not waits.done()
-        assert await second is not leaves_first
-        assert await waits is leaves_first
+        waits = [await soon(first), await soon(second)]
+        assert not any(each.done() for each in waits), "the third one is at work yet"
+        assert await channel.end(1, 2, 3, not leaves_first) is True
+        assert await asyncio.gather(*waits) == [True, True]
         views = await asyncio.gather(*(asks(channel, member, 8) for member in (A, B, C)))
         assert views == [View(2, (A, B, C))] * 3
 
@@ -129,7 +135,7 @@ def test_who_waits_for_the_end_goes_on_with_those_that_left_for_a_newcomer(leave
 def test_nobody_goes_on_after_all_were_through_or_are_dead() -> None:
     async def play() -> None:
         channel = await begun()
-        assert await asyncio.gather(*(channel.through(1, rank, 3) for rank in range(3))) == [True] * 3
+        assert await asyncio.gather(*(channel.end(1, rank, 3, True) for rank in range(3))) == [False] * 3
         assert await channel.survey(1, (1,)) is None, "the others may have left"
         other = await begun()
         assert await other.survey(1, (0, 1, 2)) is None
@@ -154,9 +160,9 @@ def test_workers_that_were_all_started_anew_begin_anew_and_the_old_ones_are_out(
         assert await channel.has_views(1, "group") and not await channel.has_views(1, "later")
         old = await soon(asks(channel, A, 4, lost=True))
         view = await channel.ask(1, "later", Member("x", 0), -1, False, 1)
-        assert view is not None and view.number == 1
-        assert await old is None
-        assert await asks(channel, C, 4) is None
+        assert isinstance(view, View) and view.number == 1
+        assert await old == OUT
+        assert await asks(channel, C, 4) == OUT
 
     played(play())
 
@@ -170,10 +176,10 @@ def test_who_waited_in_vain_says_nothing_of_the_others(monkeypatch: pytest.Monke
         channel = await begun()
         old = await soon(asks(channel, A, 4, lost=True))
         if ends == "another job":
-            await channel.begin(Terms(2, 3, goes_on=True), ["job"])
+            await channel.begin(Terms(2, 3, outlives=3), ["job"])
         else:
             assert await channel.ask(1, "later", Member("x", 0), -1, False, 1) is not None
-        assert await old is None
+        assert await old == (None if ends == "another job" else OUT)
         assert await told(channel) == []
 
     played(play())
@@ -224,9 +230,9 @@ def test_a_job_that_needs_all_its_workers_has_no_view_of_fewer() -> None:
     played(play())
 
 
-async def next_view(channel: Channel, *members: Member) -> View | None:
+async def next_view(channel: Channel, *members: Member) -> View | str | None:
     views = await asyncio.gather(*(asks(channel, member, 6, lost=True) for member in members))
-    assert len({view and view.number for view in views}) == 1
+    assert views == views[:1] * len(views)
     return views[0]
 
 
@@ -258,7 +264,7 @@ def test_a_silent_member_is_told_once_however_it_ends(monkeypatch: pytest.Monkey
         assert await channel.survey(1, (1,)) == Loss((), 1, has_excluded=dies == "after")
         await channel.lose(1, (1,), "killed")
         assert await told(channel) == []
-        assert await beat(channel, B, 1) is Ask.END and not await asks(channel, B, 6, lost=True)
+        assert await beat(channel, B, 1) is Ask.END and await asks(channel, B, 6, lost=True) == OUT
         assert await told(channel) == []
 
     played(play())
@@ -278,7 +284,7 @@ def test_one_that_computes_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_a_drained_member_is_told_when_it_leaves() -> None:
     async def play() -> None:
         channel = Channel()
-        await channel.begin(Terms(1, 3, goes_on=True), ["job"])
+        await channel.begin(Terms(1, 3, outlives=3), ["job"])
         members = [Member(name, slot, f"node {name}") for slot, name in enumerate("abc")]
         await asyncio.gather(*(asks(channel, member) for member in members))
         await channel.drain(1, ("node b", "node c"), "drained")
@@ -287,7 +293,7 @@ def test_a_drained_member_is_told_when_it_leaves() -> None:
         await channel.lose(1, (2,), "killed")
         assert await told(channel) == [Left((2,), "killed")]
         views = await asyncio.gather(*(asks(channel, member, 4) for member in members[:2]))
-        assert views == [View(2, (members[0],)), None]
+        assert views == [View(2, (members[0],)), OUT]
         assert await told(channel) == [Left((1,), "drained", is_planned=True)]
 
     played(play())
@@ -302,7 +308,7 @@ def test_a_newcomer_that_dies_before_its_first_view_is_no_loss() -> None:
         assert len(await told(channel)) == 1
         assert await channel.survey(1, (1,)) == Loss((), 1)
         await channel.lose(1, (1,), "killed as it starts")
-        assert await newcomer is None and await told(channel) == []
+        assert await newcomer == OUT and await told(channel) == []
 
     played(play())
 
@@ -324,7 +330,7 @@ def test_who_dies_after_all_were_through_and_took_no_part_restarts_nobody(monkey
         channel = await begun()
         channel._heard[B.name] -= 10.0
         assert await next_view(channel, A, C) == View(2, (A, C))
-        assert await asyncio.gather(*(channel.through(2, rank, 2) for rank in range(2))) == [True] * 2
+        assert await asyncio.gather(*(channel.end(2, rank, 2, True) for rank in range(2))) == [False] * 2
         assert await channel.survey(1, (1,)) == Loss((), 1, has_excluded=True)
         assert await channel.survey(1, (0,)) is None
 
@@ -339,7 +345,7 @@ async def started(**terms: Any) -> Channel:
         slots = terms.pop("lost")
         assert await channel.survey(0, slots) == Loss((), 0)
         await channel.lose(0, slots, "killed")
-    await channel.begin(Terms(1, 3, goes_on=True, **terms), ["job"])
+    await channel.begin(Terms(**{"number": 1, "workers": 3, "outlives": 3, **terms}), ["job"])
     assert [(await each)[0].number for each in idle] == [1] * 3
     return channel
 
@@ -347,7 +353,7 @@ async def started(**terms: Any) -> Channel:
 def test_a_job_begins_with_those_that_live_and_takes_in_who_comes_for_the_one_lost_while_idle() -> None:
     async def play() -> None:
         channel = await started(lost=(1,))
-        assert await channel.mended() == (True, {1})
+        assert await channel.lost() == {1}
         views = await asyncio.gather(asks(channel, C), asks(channel, A))
         assert list(views) == [View(1, (A, C))] * 2
         await channel.next_job(0, "group", 1, 3)
@@ -402,14 +408,14 @@ def test_idle_workers_of_whom_none_is_left_start_again_and_others_are_not_mended
         await channel.lose(0, (1,), "killed")
         assert await channel.survey(0, (2,)) is None
         await soon(channel.next_job(0, "another group", 0, 3))
-        assert await channel.mended() == (False, set())
+        assert await channel.lost() == set()
 
     played(play())
 
 
 def test_those_that_serve_have_a_view_after_the_one_that_they_leave() -> None:
     async def play() -> None:
-        channel = await started(serves=True)
+        channel = await started(outlives=math.inf)
         coming = await soon(channel.view_after(1, "", 0))
         await asyncio.gather(asks(channel, A), asks(channel, B), asks(channel, C))
         assert await coming == ("group", View(1, (A, B, C)))
@@ -432,7 +438,7 @@ def test_one_that_serves_and_gives_no_sign_is_left_out_while_its_answer_is_waite
     """Nobody has left the view by then: the others have answered, or wait for it in a collective."""
 
     async def play() -> None:
-        channel = await started(serves=True)
+        channel = await started(outlives=math.inf)
         await asyncio.gather(asks(channel, A), asks(channel, B), asks(channel, C))
         assert await channel.gone(1, ["b", "c"]) == set()
         channel._heard[B.name] -= 10.0
@@ -446,14 +452,14 @@ def test_one_that_serves_and_gives_no_sign_is_left_out_while_its_answer_is_waite
     played(play())
 
 
-@pytest.mark.parametrize("serves", [False, True])
+@pytest.mark.parametrize("outlives", [3, math.inf])
 def test_an_idle_worker_that_stands_still_is_not_waited_for_and_comes_later(
-    monkeypatch: pytest.MonkeyPatch, serves: bool
+    monkeypatch: pytest.MonkeyPatch, outlives: float
 ) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
 
     async def play() -> None:
-        channel = await started(serves=serves)
+        channel = await started(outlives=outlives)
         for slot in (0, 2):
             await channel.has_job(slot)
         first = [await soon(asks(channel, member)) for member in (A, C)]
@@ -465,5 +471,45 @@ def test_an_idle_worker_that_stands_still_is_not_waited_for_and_comes_later(
         assert await beat(channel, A, 1) is Ask.LEAVE and not newcomer.done()
         views = await asyncio.gather(asks(channel, C, 4), asks(channel, A, 4))
         assert list(views) == [await newcomer] * 2 and views[0] == View(2, (A, C, B))
+
+    played(play())
+
+
+def test_where_all_are_to_end_with_a_lost_one_nobody_survives_it_but_who_takes_no_part_may_be_lost() -> None:
+    async def play() -> None:
+        channel = await begun(outlives=None, workers=3)
+        assert await channel.survey(1, (1,)) is None
+        assert await channel.survey(1, (3,)) == Loss((), 0), "of a session of more workers"
+        waits = await started(outlives=None, workers=2)
+        assert await waits.survey(1, (1,)) is None and await waits.survey(1, (2,)) == Loss((), 1)
+        gpus = Channel(keeps_idle=False)
+        await soon(gpus.next_job(0, "group", 0, 3))
+        assert await gpus.survey(0, (1,)) is None
+
+    played(play())
+
+
+def test_those_that_are_to_end_together_leave_together_though_some_are_through() -> None:
+    """As a prediction's workers where the user stops it: each stops by itself."""
+
+    async def play() -> None:
+        channel = await begun(outlives=None)
+        await channel.request(STOP)
+        ends = await asyncio.gather(*(channel.end(1, rank, 3, rank == 2) for rank in range(3)))
+        assert ends == [False] * 3
+
+    played(play())
+
+
+def test_workers_that_must_be_all_end_where_one_that_was_idle_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+
+    async def play() -> None:
+        channel = await started(outlives=None)
+        for slot in (0, 2):
+            await channel.has_job(slot)
+        first = [await soon(asks(channel, member)) for member in (A, C)]
+        channel._given = {slot: at - 60.0 for slot, at in channel._given.items()}
+        assert [await each for each in first] == ["another worker has not taken the job for 60 s"] * 2
 
     played(play())

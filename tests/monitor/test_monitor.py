@@ -15,7 +15,7 @@ import torch
 
 import dp_ray
 from dp_ray import errors
-from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, Why
+from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError
 from dp_ray.messages import (
@@ -184,12 +184,12 @@ def test_the_order_to_end_stays() -> None:
     async def requests() -> Request:
         channel = Channel()
         await channel.begin(Terms(1, 2), [])
-        await channel.request(Request(Ask.RESTART, Why.GROWTH, "there is room for 3 workers"))
+        await channel.request(Request(Ask.RESTART, "there is room for 3 workers"))
         await channel.request(STOP)
         await channel.request(NOTHING)
         return (await channel.state())[0]
 
-    assert asyncio.run(requests()) == Request(Ask.STOP, Why.USER, "the user stops the run")
+    assert asyncio.run(requests()) == Request(Ask.STOP, "the user stops the run")
 
 
 class Clock:

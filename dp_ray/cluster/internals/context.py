@@ -17,7 +17,7 @@ with postponed("ray.data", "pandas"):
 
 
 def place_of_this_worker() -> Any:
-    """Return the context: it has get_world_rank, get_world_size, get_local_rank, get_local_world_size, get_node_rank.
+    """Return the context: it has get_world_rank and get_world_size.
 
     Public: ray.train.get_context, which imports Ray Tune, 700 modules with pandas, to say the same.
     """

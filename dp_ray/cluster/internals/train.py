@@ -5,17 +5,20 @@ own policies.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+import uuid
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from dp_ray.cluster.channel import GROUP, encoded
 from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, WorkersFailed
 from dp_ray.cluster.internals.controller import NoSynchronization
 from dp_ray.cluster.internals.core import autoscales, label_of
 from dp_ray.cluster.internals.train_worker import MESSAGES, RayTrainWorker, enter_process
-from dp_ray.messages import WorkerExit
-from dp_ray.system.imports import postponed
+from dp_ray.messages import Starting, WorkerExit
+from dp_ray.system.imports import postponed, prepare_imports
+from dp_ray.text import counted
 
 with postponed("ray.data", "pandas"):
     import ray.train
@@ -80,31 +83,44 @@ with postponed("ray.data", "pandas"):
     from ray.train.v2._internal.util import bundle_to_remote_args
 
 if TYPE_CHECKING:
-    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy
 
 # A part of the command line of its process. Public: `ray list actors`.
 WORKER_PROCESS = RayTrainWorker.__name__
 
 
 class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
-    """Called while workers start, before torch or user code is imported in their processes."""
+    """Called while workers start: it reports how far they are, and sets `env` in each worker's process.
 
-    def __init__(self, reports: "StartReports") -> None:
-        self._reports = reports
+    It sets `env` before torch or user code is imported there. Ray's runtime_env must not hold the values, since Ray's
+    agent logs it.
+    """
+
+    def __init__(self, env: dict[str, str], channel: Any) -> None:
+        self.env, self._channel = env, channel
+        self._group = ""  # the id of those that are started together, and of others in their places
+        self._starts_all = True
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Called by Ray Train before it places workers."""
-        self._reports.on_placing(worker_group_context.num_workers)
+        self._group, self._starts_all = uuid.uuid4().hex, True
+        self._say(f"starting {counted(worker_group_context.num_workers, 'worker')}")
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Called by Ray Train when the workers' processes run; no context is added."""
 
-        def call(do: Callable[..., Any], *args: Any) -> list[Any]:
-            return list(ray.get([worker.execute_async(do, *args) for worker in workers]))
+        def call(do: Callable[..., Any], *args: Any) -> None:
+            ray.get([worker.execute_async(do, *args) for worker in workers])
 
         call(enter_process, get_env_vars_to_propagate())
-        self._reports.on_processes(len(workers), call)
+        if self._starts_all:
+            self._say(f"{counted(len(workers), 'worker')} importing torch")
+        self._starts_all = False
+        call(prepare_imports, {**self.env, GROUP: self._group})
         return {}
+
+    def _say(self, phase: str) -> None:
+        ray.get(self._channel.put_phase.remote(encoded(Starting(phase))))
 
 
 class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
@@ -241,7 +257,7 @@ class OwnController(TrainController):  # type: ignore[misc]
 
     def _state_after_loss(self, group: Any, status: Any) -> Any:
         """Replace those failed workers that there is room for now; else go on, and look at the cluster."""
-        self._to_replace = self._failure_policy.with_room(self._places(group, status.errors))
+        self._to_replace = self._failure_policy.policy.with_room(self._places(group, status.errors))
         if self._to_replace:
             self._manages_replica_groups = True
             each = group.get_worker_group_context().resources_per_worker
@@ -269,7 +285,7 @@ class OwnController(TrainController):  # type: ignore[misc]
     def _execute_resize_decision(self, decision: Any) -> Any:
         if self._manages_replica_groups:
             status = self._worker_group.poll_status(timeout=POLL_SECONDS)  # more may have failed since the last one
-            self._failure_policy.tell_more(status.get_worker_group_error())
+            self._failure_policy.policy.on_more(failure_of(status.get_worker_group_error()))
         return super()._execute_resize_decision(decision)
 
     def _replace_bad_workers(self, poll_status: Any) -> None:
@@ -282,10 +298,10 @@ class OwnController(TrainController):  # type: ignore[misc]
             groups[index].shutdown()
         for index in sorted(failing & self._to_replace):
             self._worker_group.replace_replica_group(index)
-            self._failure_policy.has_replaced(index)
+            self._failure_policy.policy.has_replaced(index)
 
     def _start_worker_group(self, **given: Any) -> None:
-        self._failure_policy.begin()
+        self._failure_policy.policy.begin()
         super()._start_worker_group(**given)
 
 
@@ -301,47 +317,12 @@ class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
 
     def __init__(self, failure_config: Any, policy: "RestartPolicy") -> None:
         super().__init__(failure_config)
-        self._policy = policy
-        self._awaited: set[int] = set()  # the ranks of workers that are to be replaced, which the policy knows
-
-    def begin(self) -> None:
-        """Note that all workers are started anew."""
-        self._awaited.clear()
+        self.policy = policy
 
     def make_decision(self, training_failed_error: Exception) -> Any:
         """Called by Ray Train's controller after a failure; after NOOP again soon, with the failures known then.
 
         So it is called while workers wait to be replaced, with the same failures.
         """
-        failure = failure_of(training_failed_error)
-        new = self._without_awaited(failure)
-        if new is None:
-            return Restart.REPLACE
-        do = self._policy.on_failure(new)
-        self._note(new, do)
+        do = self.policy.on_failure(failure_of(training_failed_error))
         return _DECISIONS.get(do, do)  # the rest is for OwnController
-
-    def tell_more(self, training_failed_error: Exception) -> None:
-        """Tell of all failures that are known by now, before the failed workers are replaced."""
-        new = self._without_awaited(failure_of(training_failed_error))
-        if new is not None:
-            self._note(new, self._policy.on_more(new))
-
-    def with_room(self, places: Mapping[int, str]) -> set[int]:
-        """Return the ranks of those workers that can be replaced now, on these nodes."""
-        return self._policy.with_room({rank: node for rank, node in places.items() if rank in self._awaited})
-
-    def has_replaced(self, rank: int) -> None:
-        """Note that another worker has been started in the place of this one."""
-        self._awaited.discard(rank)
-        self._policy.has_replaced(rank)
-
-    def _without_awaited(self, failure: WorkersFailed | StartFailed) -> WorkersFailed | StartFailed | None:
-        if isinstance(failure, StartFailed):
-            return failure
-        new = failure.without(self._awaited)
-        return new if new.ended or new.died else None
-
-    def _note(self, failure: WorkersFailed | StartFailed, do: Restart | None) -> None:
-        if do is Restart.REPLACE and isinstance(failure, WorkersFailed):
-            self._awaited |= failure.ended.keys() | failure.died.keys()

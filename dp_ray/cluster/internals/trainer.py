@@ -24,7 +24,7 @@ with postponed("ray.data", "pandas"):
     from ray.train.v2.api import data_parallel_trainer
 
 if TYPE_CHECKING:
-    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy
 
 
 class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
@@ -39,13 +39,13 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         *args: Any,
         scaling: "ElasticScalingPolicy",
         restarts: "RestartPolicy",
-        start: "StartReports",
+        start: WorkersStart,
         is_own: bool,
         is_first: bool,
         **keys: Any,
     ) -> None:
         super().__init__(*args, **keys)
-        self._on_start = WorkersStart(start)
+        self._on_start = start
         # How many starts of workers may take processes that Ray holds ready: with `env` only the first one. In a
         # later one, a process may have imported torch for a task before `env` is set. On a Ray of the caller's it may
         # have run the caller's code.
