@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dp_ray.engine.host_copy import ON_GPU, PinnedMemory
+from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.world import World, broadcast, broadcast_bytes, gathered, has_peers, is_rank_0, new_group
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.rundir.files import CHECKPOINTS as CHECKPOINTS
@@ -42,6 +42,7 @@ from dp_ray.tensors.files import (
     rows_of_rank,
     write_tensors,
 )
+from dp_ray.tensors.pinned import PinnedMemory
 
 PIECES = "pieces"
 NO_PIECES: dict[str, Any] = {"step": 0, "sha256": [], "shapes": {}}

@@ -19,7 +19,7 @@ from torch import nn
 
 from dp_ray.engine import host_copy, loading, random
 from dp_ray.engine.clock import DeviceClock
-from dp_ray.engine.host_copy import PinnedMemory, side_stream
+from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.items import SampleReader
 from dp_ray.engine.loader import Collated, Samples, StepTimes, TimedLoader
 from dp_ray.engine.loading import LoadedShard
@@ -38,6 +38,7 @@ from dp_ray.storage import Storage
 from dp_ray.system.threads import waits_for
 from dp_ray.tasks import task
 from dp_ray.tasks.train_state import TrainState
+from dp_ray.tensors.pinned import PinnedMemory
 from tests.support import training
 from tests.support.builders import loader_of, optimizer_step_of
 from tests.support.group import ProcessExit, run_group, weights_of
@@ -495,7 +496,7 @@ def test_a_checkpoints_memory_is_pinned_in_pieces_by_the_writers_thread(
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(host_copy, "PIECE", 1024)
+    monkeypatch.setattr("dp_ray.tensors.pinned.PIECE", 1024)
     writer = CheckpointWriter(Storage(str(tmp_path)), 1)
     sizes = {"a": 100, "b": 150, "large": 1000, "c": 10, "d": 20}
     tensors: dict[str, Any] = {
@@ -541,7 +542,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowRuntime:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(checkpoint, "time", runtime)
-    monkeypatch.setattr(host_copy, "PIECE", 1000)
+    monkeypatch.setattr("dp_ray.tensors.pinned.PIECE", 1000)
     return runtime
 
 

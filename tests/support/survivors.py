@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ import psutil
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.cluster.group import VIEW_TIMEOUT
 from dp_ray.cluster.membership import Leave, Member, Membership
 from dp_ray.engine import reduce, trainer
 from dp_ray.engine import world as engine_world
@@ -46,6 +46,7 @@ from tests.support.forked import new_process
 from tests.support.group import LOCALHOST
 
 SECONDS = 60.0
+SOON = timedelta(seconds=5)  # as in `cluster.group`, whose import of Ray takes as long as the rest of a start
 SILENT = 0.5  # seconds of a worker that is stopped, before the others leave it
 
 # Where a part of a step begins: what is called then, of which object.
@@ -380,9 +381,7 @@ def _run_views(
         control.view, rank, size, port = given
         is_whole, has_lost_peer = False, True
         try:
-            form_group(
-                "gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size), within=VIEW_TIMEOUT
-            )
+            form_group("gloo", TCPStore(LOCALHOST, port, wait_for_workers=False), World(rank, size), within=SOON)
             job = job or pickled_copy(packed)
             run_task(job, World(rank, size), Storage(folder), send, control, held=held)
             pipe.send(("through", control.view))
