@@ -84,9 +84,8 @@ def run_in_views(
     has ended without this worker.
     """
     attempt, has_lost_peer = f"{os.environ[GROUP]}-{terms.number}", False
-    held = (
-        None if terms.outlives is None else Held()
-    )  # from one view to the next; without it, a loss ends the process
+    # From one view to the next. Without it, a loss ends the process.
+    held = None if terms.outlives is None else Held()
     with reported_errors(worker, attempt, here, lambda: False):
         assigned, here = assignment_of(packed, here)
         if held is not None and ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
