@@ -120,7 +120,7 @@ class CallState(State):
         self._is_early = self._num_runs <= EARLY
         if not self._is_early:
             self._watch.forget()
-        self._watch.note()
+        self._watch.stamps.note()
 
     def _differing(self, and_others: bool = False) -> set[int]:
         """Return the indices of the tensors that differ from the caller's; `and_others`: or is in another tensor."""

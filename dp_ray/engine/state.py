@@ -138,7 +138,8 @@ class State:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End it."""
-        self._see(kind is None)
+        if names := self._watch.stamps.written():
+            self._see(dict.fromkeys(names), kind is None)
         if self._of_blocks is not None and kind is None:
             self._of_blocks.check()
 
@@ -151,19 +152,18 @@ class State:
                 yield
             is_right = True
         finally:
-            self._see(is_right)
+            if written := self._watch.written():
+                self._see(written, is_right)
         if self._of_blocks is not None:
             self._of_blocks.check()
         self._check_parameters()
         self._check_buffers()
 
-    def _see(self, raises: bool) -> None:
+    def _see(self, written: dict[str, torch.Tensor | None], raises: bool) -> None:
         """Follow what a forward has written; with `raises`, raise ModelError if a value of before is lost."""
-        written = self._watch.written()
-        if written:
-            self._remember(present_in(written))
-            if lost := [name for name, value in written.items() if value is None]:
-                self._lose(lost, raises)
+        self._remember(present_in(written))
+        if lost := [name for name, value in written.items() if value is None]:
+            self._lose(lost, raises)
 
     def _remember(self, found: Mapping[str, torch.Tensor]) -> None:
         """Follow parameters from now on, of which these are the values from which each shard starts."""
@@ -318,7 +318,7 @@ class StepState(State):
         self._start = held.take(None if is_further else self._start) if is_needed else None
         if not is_further:
             self._opened = self._start
-        self._watch.note()
+        self._watch.stamps.note()
         if self._of_blocks is not None:
             self._of_blocks.note()
 
@@ -326,7 +326,7 @@ class StepState(State):
     def running(self) -> Iterator[None]:
         """Run in the block what all workers call alike, and what it writes stays."""
         if self.beside and not self._is_early:
-            self._watch.note()
+            self._watch.stamps.note()
         with self.forward() if self.beside else nullcontext():
             yield
 
@@ -429,7 +429,8 @@ class StepState(State):
         self._num_runs += ends_step
         self._is_early = self._num_runs < EARLY
         self._kept = self._work = None
-        self._watch.forget()
+        if was_early:
+            self._watch.forget()
         return was_early
 
     def _check_untrained(self) -> None:

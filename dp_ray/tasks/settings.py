@@ -61,7 +61,8 @@ def restoring(remains: list[str]) -> Iterator[None]:
     """Restore all settings after the block; add to `remains` the names of those that stay otherwise."""
     before = [(setting, setting.read()) for setting in (*OF_TORCH, *OF_PROCESS)]
     configs = {name: _set_in(sys.modules[name]) for name in CONFIGS if name in sys.modules}
-    environment, lists = dict(os.environ), [(values, list(values)) for values in LISTS]
+    lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
+    environment, kept = dict(os.environ), [list(values) for values in lists]
     _torch._tensor_str.PRINT_OPTS = copy.copy(_torch._tensor_str.PRINT_OPTS)  # which user code changes in place
     try:
         with warnings.catch_warnings():
@@ -75,8 +76,8 @@ def restoring(remains: list[str]) -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        for values, kept in lists:
-            values[:] = kept
+        for values, those in zip(lists, kept, strict=True):
+            values[:] = those
 
 
 def _set_in(config: Any) -> dict[str, Any]:
@@ -234,5 +235,4 @@ OF_PROCESS = (
     ),
     Setting("cores", cores, _run_all_on),
 )
-LISTS: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
 CONFIGS = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")

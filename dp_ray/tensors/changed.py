@@ -119,8 +119,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class WriteWatch:
     """Notices what forwards write of parameters, and whether the values of before are known.
 
-    `note`, or in the first forwards `look`, stands before a forward, and `written` after it. Stamps of all that is
-    `watched` show a write. What `look` has of before shows those too that no stamp does; then the value of before is
+    The `stamps` of all that is `watched` show a write. In the first forwards `look` stands before a forward, and
+    `written` after it: what `look` has of before shows those writes too that no stamp does. The value of before is
     known if it has a copy, or if `.data` was replaced.
     """
 
@@ -134,11 +134,7 @@ class WriteWatch:
     def watch_all_but(self, names: Collection[str]) -> None:
         """Watch the parameters, as they are now, without these."""
         self.watched = {name: tensor for name, tensor in self._parameters.items() if name not in names}
-        self._stamps = Stamps(self.watched)
-
-    def note(self) -> None:
-        """Look at stamps from here on."""
-        self._stamps.note()
+        self.stamps = Stamps(self.watched)
 
     def forget(self) -> None:
         """Let go of what was before, at the end of a step."""
@@ -191,7 +187,7 @@ class WriteWatch:
 
     def written(self) -> dict[str, torch.Tensor | None]:
         """Return what was written since the last look, each with its value of before; None if that is lost."""
-        found = self._stamps.written()
+        found = self.stamps.written()
         if not self._before:
             return dict.fromkeys(found)
         now = {name: self.watched[name].detach() for name in self._looked_at if name in self.watched}

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 import dp_ray
 from dp_ray.data import Arrow, JsonLines, Parquet
-from dp_ray.engine.items import ColumnSlice, ItemKeys, WholeColumns, passthrough_of, whole_columns
+from dp_ray.engine.items import ColumnSlice, ItemKeys, WholeColumns, passthrough_of, split_passthrough, whole_columns
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from tests.support.tables import ROWS, json_lines, parquet
@@ -103,7 +103,7 @@ def test_what_is_carried_beside_columns_is_what_items_carry(tables: Parquet, ind
     assert cut is not None
     assert torch.equal(cut.batch.batch, default_collate([tables[index]["vector"] for index in indices]))
     wanted = {key: [passthrough_of(tables[index], [key])[0] for index in indices] for key in KEYS}
-    found = cut.batch.carried.columns(indices)
+    found = split_passthrough(cut.batch, np.asarray(indices))[1]
     assert found == wanted
     assert [[type(value) for value in values] for values in found.values()] == [
         [type(value) for value in values] for values in wanted.values()

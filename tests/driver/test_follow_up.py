@@ -1,7 +1,6 @@
 """`dp-ray evaluate RUN_DIR` and `dp-ray predict RUN_DIR`: with what a training left, beside it."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import dp_ray
-from dp_ray.driver.from_run import follow_up
-from dp_ray.results.compare import differing_keys, read_compared_run
 from dp_ray.rundir.start import _split_location
-from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
@@ -117,19 +113,6 @@ def test_predict_on_items_without_a_target(
     err = capsys.readouterr().err
     assert "leaves the target out" not in err
     assert "its env is not kept: set it again where it is needed (--set env.SOME=...)" in " ".join(err.split())
-
-
-def test_a_training_of_an_earlier_version_has_its_keys_renamed(run_dir: Path, tmp_path: Path) -> None:
-    old = Path(shutil.copytree(run_dir, tmp_path / "old"))
-    says = json.loads((old / "run.json").read_text())
-    says["job"]["split"] = says["job"].pop("device_map")
-    says["job"]["timeouts"]["room"] = says["job"]["timeouts"].pop("capacity") + 1
-    (old / "run.json").write_text(json.dumps(says))
-    job = follow_up("evaluate", str(old), None, {}).job
-    assert (job.device_map, job.timeouts.capacity, job.timeouts.step) == (None, 601, 600)
-    assert list(differing_keys([read_compared_run(Storage(str(one))) for one in (run_dir, old)])) == [
-        "timeouts.capacity"
-    ]
 
 
 def test_an_unfinished_one_goes_on_under_its_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,21 +155,6 @@ def test_a_damaged_last_checkpoint_costs_no_history(tmp_path: Path) -> None:
     assert same(run(tmp_path, epochs=4), run(tmp_path, epochs=4, name="undisturbed"))
 
 
-def test_a_run_of_a_version_that_hashed_the_lengths_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hashed = Job.fingerprint
-    monkeypatch.setattr(Job, "fingerprint", lambda self, with_lengths=True: hashed(self, with_lengths=True))
-    killed(tmp_path, 20, checkpoint={"every_steps": 5})
-    monkeypatch.undo()
-    with pytest.raises(JobError, match=r"a run of a different job \(epochs: 3 there, 4 here\)"):
-        run(tmp_path, epochs=4)
-    dp_ray.run(job(tmp_path))
-    said = capsys.readouterr().err
-    assert "epoch 1, step 29" in said and "epoch 0, step 14" not in said
-    assert "since it was resumed" in said
-
-
 @pytest.mark.slow
 def test_a_training_is_never_cut_below_what_is_done(tmp_path: Path) -> None:
     run(tmp_path, epochs=2)
