@@ -319,6 +319,7 @@ class Losses:
         self._last = -1
         self._first = 0 if console.is_brief else ALL_UP_TO
         self._lines = 0
+        self._told: set[str] = set()
         self._printed_at = 0.0
         self._unprinted = ""  # the newest line, if it was left out
 
@@ -340,6 +341,9 @@ class Losses:
             return
         line = f"epoch {row['epoch']}, step {row['step']}: "
         line += ", ".join(f"{name} {value}" for name, value in texts.items())
+        if line in self._told:  # where rank 0 is lost, another one sends rows that no file holds again
+            return
+        self._told.add(line)
         self._lines += 1
         is_due = self._lines % EVERY == 0 and time.monotonic() - self._printed_at >= LINE_SECONDS
         if self._lines > self._first and (self._console.rewrites(line) or not is_due):

@@ -146,9 +146,8 @@ class History:
             first, end = self.split.batch(finished.number)
             row: dict[str, Any] = {"step": finished.number, "epoch": finished.number // self.split.steps}
             for name, mean in zip(self.names, means, strict=True):
-                if (
-                    mean is not None or self.mixture is None or not name.startswith(LOSS_OF)
-                ):  # a batch may lack a source
+                is_of_source = self.mixture is not None and name.startswith(LOSS_OF)
+                if mean is not None or not is_of_source:  # a batch may lack a source
                     row[name] = math.nan if mean is None else mean
             num_rows = end - first - missing
             row |= {"learning_rate": finished.update.learning_rate, "gradient_norm": norm, "rows": num_rows}

@@ -20,8 +20,6 @@ SHARED_MEMORY = "/dev/shm"
 LIBC = ctypes.CDLL(None)
 IS_LINUX = sys.platform == "linux"
 
-# Files in them are no data of a user.
-SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
 ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
 # glibc's malloc.h
 M_TRIM_THRESHOLD = -1

@@ -4,6 +4,7 @@ Begin at `StepInspection`. It finds the loss of each row, and the first module w
 `InspectedPass` looks at each pass of a user's loop so, just before it runs; the loop itself runs as ever.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from dp_ray.engine.state import EvalState
 from dp_ray.engine.step import OnShard, StepOutput, weighted_sum
 from dp_ray.engine.trainer import Pass
 from dp_ray.engine.user_code import ShardSize, advised, location
-from dp_ray.engine.votes import Totals
+from dp_ray.engine.votes import StepSums, Totals
 from dp_ray.engine.whole_batch import BatchLoss, MergedBatch
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
@@ -161,15 +162,15 @@ class StepInspection:
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         weights = next((name for name, tensor in named if not_finite(tensor.detach())), None)
         finder, batch = NotFiniteFinder(self.model), None
-        shards, sums = [], torch.zeros_like(self._pass.stats.numbers)  # summed as in a step, for the same bits
+        shards, sums = [], copy.copy(self._pass.stats)  # as a step adds, whose own hold votes
+        sums.begin()
         with finder.hooked():
             for part in loaded:
                 where = not_finite(part.batch) if batch is None else ""
                 if where:
                     batch = f"{where}, in shard {part.shard.shard}"
-                shards.append(self._shard(part, whole.rows, finder, sums[part.shard.shard]))
-        total, weight, *_ = sums.sum(0).tolist()
-        loss = (total / weight if weight else math.nan) if only is None else None
+                shards.append(self._shard(part, whole.rows, finder, sums))
+        loss = float(sums.total().mean_loss) if only is None else None
         return Findings(shards, loss, weights, batch, finder.output, finder.gradient)
 
     def prepare(self, step: Sequence[LoadedShard], whole: Shard) -> None:
@@ -192,18 +193,16 @@ class StepInspection:
         with self._pass.again(loaded, self._number):
             pass
 
-    def _shard(
-        self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder, sums: torch.Tensor
-    ) -> ShardFindings:
-        """Return what is found in a shard; the first two of its `sums` become the sum and the weight of its loss."""
+    def _shard(self, loaded: LoadedShard, batch_rows: int, finder: NotFiniteFinder, sums: StepSums) -> ShardFindings:
+        """Return what is found in a shard, whose losses come to the `sums`."""
         shard = loaded.shard
         size = ShardSize(shard.rows, batch_rows, self._job.num_shards)
         before, around = finder.output, finder.forward(shard.shard)
         with advised(self._job, location(shard), size), self._pass.again(loaded, self._number, around) as loss:
             result = self._loss.result
             assert result.row is not None
+            sums.put(shard.shard, result.row)
             total, weight = map(float, result.row[:2])
-            sums[0], sums[1] = total, weight
             if isinstance(self._loss, BatchLoss):
                 norms = RowLosses(self._loss.row_norms(shard), OF_BATCH, float(self._loss.value or 0.0))
                 found = ShardFindings(loaded, norms, None)

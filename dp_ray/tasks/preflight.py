@@ -161,7 +161,7 @@ def before_training(answers: Answers, trainer: Trainer, steps: Iterator[LoadedSt
 
     def ask(first: LoadedShard) -> Facts:
         shard, whole = first.shard, trainer.split.whole(first.shard.step)
-        with advised(job, f"step {shard.step}", ShardSize(shard.rows, whole.stop - whole.start, job.num_shards)):
+        with advised(job, f"step {shard.step}", ShardSize(shard.rows, whole.planned_rows, job.num_shards)):
             facts = of_pass(gradient, first)
             if not counts:
                 return facts

@@ -190,6 +190,19 @@ def test_many_short_epochs_have_few_lines_and_the_last_one_is_told(capsys: pytes
     assert told[-1] == "run: epoch 399, step 399: epoch_loss 0.5"
 
 
+def test_rows_that_another_rank_0_sends_again_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = Losses(Console("run"), "runs/run")
+    rows = [{"step": step, "epoch": step, "loss": 1.0, "epoch_loss": 0.5, "rows": 7} for step in range(3)]
+    losses.say(rows[:2])
+    losses.say(rows)
+    losses.say([{**rows[2], "epoch_loss": 0.25}])
+    told = [line.removeprefix("run: epoch ") for line in capsys.readouterr().err.splitlines()]
+    assert told == [
+        *("0, step 0: epoch_loss 0.5", "1, step 1: epoch_loss 0.5", "2, step 2: epoch_loss 0.5"),
+        "2, step 2: epoch_loss 0.25",
+    ]
+
+
 @pytest.mark.parametrize(("is_brief", "first"), [(False, 20), (True, 0)])
 def test_a_log_has_every_tenth_of_many_long_epochs(
     is_brief: bool, first: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
