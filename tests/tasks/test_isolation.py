@@ -43,6 +43,15 @@ def test_all_that_a_job_changes_is_as_before(tmp_path: Path) -> None:
     assert remains == []
 
 
+def test_variables_that_a_job_has_set_or_removed_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DP_RAY_TEST_SET", "before")
+    monkeypatch.setenv("DP_RAY_TEST_GONE", "before")
+    with isolated():
+        os.environ["DP_RAY_TEST_SET"] = "by the job"
+        del os.environ["DP_RAY_TEST_GONE"]
+    assert (os.environ["DP_RAY_TEST_SET"], os.environ.get("DP_RAY_TEST_GONE")) == ("before", "before")
+
+
 def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
     before = settings()
     with contextlib.suppress(LookupError), isolated():
