@@ -17,7 +17,7 @@ from torch import nn
 from dp_ray.cluster.kinds import Workers, own_workers
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.errors import explain
-from dp_ray.job.keys import WorkerKeys
+from dp_ray.job.keys import ModuleKeys
 from dp_ray.monitor.console import Console
 from dp_ray.parallel.exchange import Call, Exchange, SharedWorkers, Ticket, to_caller
 from dp_ray.parallel.weights import ModuleWatch
@@ -273,10 +273,10 @@ class DataParallel(Wrapper):
         self._begin()
 
 
-def _worker_keys(keys: dict[str, Any]) -> WorkerKeys:
+def _worker_keys(keys: dict[str, Any]) -> ModuleKeys:
     """Validate the keys. Raises JobError, which lists every wrong one."""
     try:
-        checked = WorkerKeys.model_validate(keys)
+        checked = ModuleKeys.model_validate(keys)
     except ValidationError as error:
         raise JobError("\n".join(explain(error))) from None
     if checked.min_workers != checked.max_workers:

@@ -1,4 +1,6 @@
-"""A worker's side of parallel modules: it holds their copies, runs shards and keeps graphs. Begin at `Served.answer`.
+"""A worker's side of parallel modules: it holds their copies, runs shards and keeps graphs. Begin at `run_task`.
+
+A call is a step of this task. A worker leaves its view where a collective fails, or between two calls.
 
 A worker takes part in a collective in two places: where the modules' new elements come from rank 0, and where all
 sum their gradients by the tree of `engine.tree_sum`.
@@ -13,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ from dp_ray.engine.tree_sum import (
 )
 from dp_ray.engine.user_code import dtypes_and_sizes
 from dp_ray.engine.world import (
+    World,
     everyone,
     failed_in_group,
     from_rank,
@@ -39,18 +42,74 @@ from dp_ray.engine.world import (
     is_gpu,
     leave_group,
     own_rank,
+    pickler,
     text_of,
 )
-from dp_ray.errors import Error, JobError, ModelError, frames_of
+from dp_ray.errors import Error, JobError, ModelError, WorkerError, frames_of
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.messages import Send, StepControl, StopRequested, WorkerPlace
 from dp_ray.plan.split import Shard
 from dp_ray.plan.tree import Node, climb, parents
+from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tasks import shipped, wire
 from dp_ray.tasks.determinism import of_cublas
 from dp_ray.tasks.modes import Modes, as_on_caller, with_settings
+from dp_ray.tasks.numerics import computes_on
 from dp_ray.tasks.shipped import Structure, TensorForm
 from dp_ray.tensors.flat import room, views
 from dp_ray.tensors.tree import flatten, unflatten
+
+
+@dataclass(eq=False)
+class Held:
+    """What a process keeps of its modules from one view to the next; `finished` counts the calls."""
+
+    served: "Served | None" = None
+    place: WorkerPlace | None = None
+    finished: int = 0
+
+    def lets_go(self) -> bool:
+        """Return whether the next view takes its keys anew: nothing changes them."""
+        return False
+
+
+def hold_in_advance(keys: WorkerKeys, here: World, run: Storage, held: Held) -> None:
+    """Do nothing: the first call brings what a newcomer needs."""
+
+
+def run_task(
+    keys: WorkerKeys, world: World, run: Storage, send: Send, control: StepControl, rows: Any, held: Held
+) -> NoReturn:
+    """Answer one call after another, until the view is to be left.
+
+    Raises StopRequested then, and WorkerError if this worker has left its group already.
+    """
+    if held.served is None or held.place is None:
+        if is_gpu(world.device):
+            torch.cuda.set_device(world.device)
+        device = str(world.device)
+        held.served = Served(device, pickler())
+        held.place = WorkerPlace(world.node, control.node_id, os.getpid(), device, computes_on(device))
+    for given, answer in control.take_calls(held.place):
+        try:
+            attempt, asked = wire.unframed(given)
+            if attempt != control.attempt:
+                found: Any = wire.PeerLost("the worker is in another view")
+            elif asked is None:
+                answer.put((None, None))
+                break
+            else:
+                found = held.served.answer(asked)
+                held.finished += 1
+            answer.put((wire.framed(found), None))
+        except Exception as error:
+            answer.put((None, error))
+            raise WorkerError(f"a call failed: {text_of(error)}") from error
+        if attempt == control.attempt and wire.has_left(found):
+            raise WorkerError("another worker was lost in a call")
+    control.is_to_rejoin = True
+    raise StopRequested("the view is left between two calls")
 
 
 class Copy:
