@@ -25,7 +25,7 @@ from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, Interrupted, MayLeave, Note, Printed, Serves, Starting, Waits, error_of
 from dp_ray.rundir.numerics import Numerics, difference, kinds_of, refusal
-from dp_ray.tasks.wire import Lost, ServingWorker, framed, has_left, unframed
+from dp_ray.serving.wire import Lost, ServingWorker, framed, has_left, unframed
 from dp_ray.text import counted
 
 if TYPE_CHECKING:

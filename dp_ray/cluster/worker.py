@@ -27,12 +27,12 @@ from dp_ray.engine.world import Trouble, World, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.messages import Ending, Finished, Logged, StopRequested, WorkerExit, WorkerReady
 from dp_ray.monitor.faults import Fault
+from dp_ray.process.isolation import isolated
+from dp_ray.process.numerics import OtherKind
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.storage import Storage
 from dp_ray.system.imports import import_from, imported_files
 from dp_ray.system.process import environment
-from dp_ray.tasks.isolation import isolated
-from dp_ray.tasks.numerics import OtherKind
 
 if TYPE_CHECKING:  # what jobs need: modules are served without it
     from dp_ray.job.job import Job

@@ -22,9 +22,9 @@ from dp_ray.monitor.console import Console
 from dp_ray.parallel.exchange import Call, Exchange, SharedWorkers, Ticket, to_caller
 from dp_ray.parallel.weights import ModuleWatch
 from dp_ray.plan.split import chunk_bounds, num_filled
-from dp_ray.tasks.modes import modes_of
-from dp_ray.tasks.shipped import Wrapper, dumped_input
-from dp_ray.tasks.wire import ForwardResult, Packed, unpacked
+from dp_ray.process.modes import modes_of
+from dp_ray.serving.shipped import Wrapper, dumped_input
+from dp_ray.serving.wire import ForwardResult, Packed, unpacked
 from dp_ray.tensors.scatter import gather_leaves, num_rows, rows_dim
 from dp_ray.tensors.tree import Keys, TreeSpec, flatten, leaf_keys, sizes, unflatten
 

@@ -15,15 +15,15 @@ from dp_ray.engine.world import Trouble, World, alone, failed_in_group, text_of,
 from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send, StepControl
+from dp_ray.process.determinism import deterministic, of_cublas
+from dp_ray.process.modes import as_in_script
+from dp_ray.process.numerics import check_numerics
 from dp_ray.rundir.claim import kept_modes
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
-from dp_ray.tasks.determinism import deterministic, of_cublas
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
 from dp_ray.tasks.held import Held
-from dp_ray.tasks.modes import as_in_script
-from dp_ray.tasks.numerics import check_numerics
 from dp_ray.tasks.own_loop import train_by_loop
 from dp_ray.tasks.predict import predict_outputs
 from dp_ray.tasks.setup import Context

@@ -22,7 +22,7 @@ from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.errors import JobError
 from dp_ray.messages import Serves
 from dp_ray.parallel.exchange import SharedWorkers
-from dp_ray.tasks.wire import HeldBytes
+from dp_ray.serving.wire import HeldBytes
 from tests.support import ray_forks
 from tests.support.cluster import Cluster, end, free_port
 from tests.support.kinds import LOWEST, lowest_kind

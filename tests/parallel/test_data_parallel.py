@@ -26,8 +26,8 @@ import dp_ray
 from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, cause_of
 from dp_ray.parallel.exchange import SharedWorkers
-from dp_ray.tasks import wire
-from dp_ray.tasks.wire import Forward, HeldBytes
+from dp_ray.serving import wire
+from dp_ray.serving.wire import Forward, HeldBytes
 from tests.support import parallel_models as models
 from tests.support.chance import examples
 from tests.support.cluster import ROOT, Cluster

@@ -25,10 +25,10 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Measured, Note, StepControl, WorkerPlace
 from dp_ray.parallel import module as parallel
 from dp_ray.rundir.ledger import PARTS
+from dp_ray.serving.served import Served
+from dp_ray.serving.wire import ServingWorker, has_left
 from dp_ray.storage import Storage
-from dp_ray.tasks.serve import Served
 from dp_ray.tasks.task import run_task
-from dp_ray.tasks.wire import ServingWorker, has_left
 from tests.sim import calls, hanging, jobs, mutants
 from tests.support import parallel_models as models
 from tests.support import simgpu, training

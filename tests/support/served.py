@@ -16,8 +16,8 @@ from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.engine.world import World, form_group, leave_group, show_alone
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import WorkerPlace
-from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import Lost, ServingWorker, has_left
+from dp_ray.serving.served import Served
+from dp_ray.serving.wire import Lost, ServingWorker, has_left
 from tests.support.forked import new_process
 from tests.support.forked_python import FORKED
 

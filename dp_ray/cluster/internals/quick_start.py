@@ -56,7 +56,7 @@ MODULES = (
 )
 OF_SERVING = (
     "dp_ray.tasks.serve",
-    "dp_ray.tasks.numerics",
+    "dp_ray.process.numerics",
     "dp_ray.job.keys",
     "dp_ray.messages",
     "dp_ray.system.imports",

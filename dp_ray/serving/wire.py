@@ -17,8 +17,8 @@ from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.ship import IN_LINE_BYTES
 from dp_ray.engine.world import is_gpu
 from dp_ray.messages import WorkerPlace
-from dp_ray.tasks.modes import Modes
-from dp_ray.tasks.shipped import Structure, TensorForm
+from dp_ray.process.modes import Modes
+from dp_ray.serving.shipped import Structure, TensorForm
 from dp_ray.tensors.flat import FlatLayout, Form, HasForm, as_bytes
 
 Bytes: TypeAlias = np.typing.NDArray[np.uint8] | bytearray

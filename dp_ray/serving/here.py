@@ -12,8 +12,8 @@ from dp_ray.engine.random import preserved
 from dp_ray.engine.ship import PicklerHere
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import WorkerPlace
-from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import ServingWorker
+from dp_ray.serving.served import Served
+from dp_ray.serving.wire import ServingWorker
 
 
 class ServingHere:
