@@ -84,6 +84,7 @@ class RayServing:
         self._finished: list[Finished] = []
         self.is_closed = False
         self._gives_up = False  # to hear the rest
+        self._hears_no_more = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="workers of modules", daemon=True)
         with ExitStack() as opening:
             self._job_number = workers.begin_serving(keys, is_last)
@@ -102,6 +103,7 @@ class RayServing:
                     with self._heard:
                         self._hear(message)
                         self._heard.notify_all()
+        self._hears_no_more.set()
         self._wake()
 
     def _has_heard_all(self) -> bool:
@@ -314,6 +316,7 @@ class RayServing:
             self._end()
         finally:  # Ctrl-C too: nothing would end them later
             self._gives_up = True
+            self._hears_no_more.wait(END_SECONDS)  # a Ray that ends amid a call of the thread ends this process too
             self.members = []
             self._at_end()
 

@@ -416,7 +416,7 @@ def test_ctrl_c_between_two_sends_leaves_nobody_waiting(
     output, framed, sends = parallel(module)(inputs).sum(), wire.framed, iter(range(1, 4))
 
     def interrupted(message: Any) -> Any:
-        if next(sends) == cut:
+        if message[1] is not None and next(sends) == cut:  # None: to leave the view
             raise KeyboardInterrupt
         return framed(message)
 
