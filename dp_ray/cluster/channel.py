@@ -115,6 +115,7 @@ HOLD_SECONDS = 0.25
 TAKE_SECONDS = 60.0  # until all have taken a job that none can run without the others; else all start again
 LOOK_SECONDS = 1.0  # between two looks for members that give no sign
 VIEWS = 8  # in a row in which no step is finished
+SHORT_SECONDS = 60.0  # of a view whose connections never worked
 OUT = "the others go on without this worker"
 
 
@@ -151,6 +152,7 @@ class Channel:
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
         self._breaks_since: float | None = None  # the view of the membership
+        self._viewed_at = 0.0  # when it was made
         self._ends: dict[int, dict[int, tuple[bool, bool]]] = {}  # what they say who have come to the end of a view
         self._rejoins: dict[int, bool] = {}  # by views that all have come to the end of: whether there is a next one
 
@@ -405,7 +407,10 @@ class Channel:
     def _settle(self, membership: Membership) -> None:
         """Make the next view, if it can be; before any message of it, the driver is told who has left."""
         if membership.settle() is not None:
-            self._breaks_since = None
+            now = time.monotonic()
+            if now - self._viewed_at > SHORT_SECONDS:
+                membership.failed_views = 0
+            self._breaks_since, self._viewed_at = None, now
         self._messages += [encoded(left) for left in membership.take_left()]
         self._arrived.set()
         self._changed.notify_all()

@@ -97,14 +97,16 @@ class RayServing:
     # What the channel tells, in a thread of its own.
 
     def _listen(self) -> None:
-        with suppress(RayError):  # whoever calls the workers finds out
-            while not self._has_heard_all() and ray.is_initialized():  # else Ray would start another one
-                for message in receive(self._workers.channel):
-                    with self._heard:
-                        self._hear(message)
-                        self._heard.notify_all()
-        self._hears_no_more.set()
-        self._wake()
+        try:
+            with suppress(RayError):  # whoever calls the workers finds out
+                while not self._has_heard_all() and ray.is_initialized():  # else Ray would start another one
+                    for message in receive(self._workers.channel):
+                        with self._heard:
+                            self._hear(message)
+                            self._heard.notify_all()
+        finally:
+            self._hears_no_more.set()
+            self._wake()
 
     def _has_heard_all(self) -> bool:
         """Return whether nothing more is to come; at the end, workers that go on say what they leave behind."""

@@ -21,11 +21,11 @@ from dp_ray.storage import Storage
 
 @dataclass(eq=False)
 class Held:
-    """What a process keeps of its modules from one view to the next; `finished` counts the calls."""
+    """What a process keeps of its modules from one view to the next."""
 
     served: Served | None = None
     place: WorkerPlace | None = None
-    finished: int = 0
+    finished = 0  # no worker has more than another
 
     def lets_go(self) -> bool:
         """Return whether the next view takes its keys anew: nothing changes them."""
@@ -59,7 +59,6 @@ def run_task(
                 break
             else:
                 found = held.served.answer(asked)
-                held.finished += 1
             answer.put((wire.framed(found), None))
         except Exception as error:
             answer.put((None, error))
