@@ -72,6 +72,7 @@ class Error(Exception):
     """
 
     exit_status = FAILED
+    comes_back = False  # whether every attempt would raise it again
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))

@@ -6,7 +6,7 @@ nor numpy, so that the controller's process need not wait for them.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,8 @@ from dp_ray.rundir.numerics import Kind
 from dp_ray.text import counted
 
 if TYPE_CHECKING:
+    from queue import SimpleQueue
+
     import numpy as np
     import pyarrow as pa
 
@@ -43,6 +45,36 @@ class WorkerReady:
     pid: int
     gpu_ids: tuple[str, ...]
     node_id: str = ""
+
+
+class WorkerPlace(NamedTuple):
+    """Where a worker of parallel modules runs."""
+
+    node: str  # its address
+    node_id: str
+    pid: int
+    device: str
+    computes: Mapping[str, str]  # by which workers give the same bits, or not
+
+
+class Serves(NamedTuple):
+    """A worker serves parallel modules in a view, that of the `attempt`; its `handle` takes calls.
+
+    It is the process of this `name`.
+    """
+
+    name: str
+    view: int
+    attempt: str
+    world: "World"
+    place: WorkerPlace
+    handle: Any
+
+
+class MayLeave(NamedTuple):
+    """Those who serve in the view of this attempt are to leave it between two calls: others come, or nodes go."""
+
+    attempt: str
 
 
 @dataclass(frozen=True)
@@ -337,6 +369,8 @@ class WorkerExit(Exception):
 
 Message = (
     WorkerReady
+    | Serves
+    | MayLeave
     | Computes
     | Report
     | Keep
@@ -433,3 +467,7 @@ class StepControl:
 
     def end(self) -> None:
         """Note that the worker has nothing left to run."""
+
+    def take_calls(self, place: WorkerPlace) -> "Iterator[tuple[Any, SimpleQueue[tuple[Any, Exception | None]]]]":
+        """Say that the worker serves; yield each call with what takes the answer, or an error, until it leaves."""
+        yield from ()

@@ -298,10 +298,10 @@ SHOWN = {
         "tests/engine/test_loading_times.py::test_the_next_batch_can_be_asked_for_after_an_error"
     ),
     "drawn: NotFiniteFinder._on_output: `self.output is None`": (
-        "tests/tasks/test_replay.py::test_a_poisoned_row_in_10000_is_named_first"
+        "tests/replay/test_replay.py::test_a_poisoned_row_in_10000_is_named_first"
     ),
     "drawn: InspectedPass._look: `model.debugs_in[0] == len(model.found)`": (
-        "tests/tasks/test_replay_of_loops.py::test_the_debugger"
+        "tests/replay/test_replay_of_loops.py::test_the_debugger"
     ),
 }
 # What is drawn and not counted, with the reason: the next one is drawn in its place.

@@ -188,7 +188,7 @@ def track(run_dir: str) -> None:
 def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bool) -> None:
     """Run a step of a training again in this process: its loss, its rows, what is not finite; writes nothing."""
     from dp_ray.driver.replay import replay as run_replay
-    from dp_ray.tasks.replay import StepChoice
+    from dp_ray.replay.replay import StepChoice
 
     stdout = sys.stdout  # the replay redirects it while user code runs
     for replayed in run_replay(run_dir, StepChoice(step, shard), say, debugs):

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dp_ray.cluster.membership import Leave, Left, Loss, Member, Membership, View
 
 GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
-RUN_JOB, SERVE = ("dp_ray.cluster.worker", "run_job"), ("dp_ray.cluster.server", "serve")  # module and function
+RUN, SERVE = "dp_ray.tasks.task", "dp_ray.tasks.serve"  # the modules of a job's tasks, and of calls
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class WorkerConfig:
 
     `number` is that of the job that runs, `kind` that of its terms, `node_id` Ray's of the worker's node. `name` is
     that of the process in views, and `view` the number of its view, 0 before the first one. `imports` is the module
-    that it needs first.
+    whose `run_task` it needs first.
     """
 
     channel: Any
@@ -40,7 +40,7 @@ class WorkerConfig:
     number: int = 0
     kind: str = ""
     node_id: str = ""
-    imports: str = RUN_JOB[0]
+    imports: str = RUN
     name: str = ""
     view: int = 0
 
@@ -74,11 +74,11 @@ STOP = Request(Ask.STOP, "the user stops the run")
 class Terms:
     """A job as it is known without unpickling it; `number` counts a session's jobs from 1, 0: none runs.
 
-    `runs` is what each worker calls with them. `can_stop` says whether the job keeps work to resume from, `is_last`
-    whether the session ends with it. `outlives` is how many losses, with no step between them, the others survive in
-    their processes; None: where one is lost, all end. `kind` is what a bitwise job's workers of its last attempt
-    computed on, "" before there is one; `avoided` are the ids of the nodes whose workers would compute differently,
-    `broken` those of nodes with a broken GPU. `rejoin` and `step` are seconds, those of the job's `timeouts`.
+    `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it. `outlives`
+    is how many losses, with no step between them, the others survive in their processes; None: where one is lost, all
+    end. `kind` is what a bitwise job's workers of its last attempt computed on, "" before there is one; `avoided` are
+    the ids of the nodes whose workers would compute differently, `broken` those of nodes with a broken GPU. `rejoin`
+    and `step` are seconds, those of the job's `timeouts`.
     `needs_all` says that no fewer workers can run the job, `starts_fail` that no more are started in the places of
     lost ones.
     """
@@ -88,7 +88,6 @@ class Terms:
     retries: int = 3
     can_stop: bool = True
     is_last: bool = False
-    runs: tuple[str, str] = RUN_JOB
     outlives: float | None = None
     rejoin: float = 10.0
     step: float | None = None
@@ -116,6 +115,7 @@ HOLD_SECONDS = 0.25
 TAKE_SECONDS = 60.0  # until all have taken a job that none can run without the others; else all start again
 LOOK_SECONDS = 1.0  # between two looks for members that give no sign
 VIEWS = 8  # in a row in which no step is finished
+SHORT_SECONDS = 60.0  # of a view whose connections never worked
 OUT = "the others go on without this worker"
 
 
@@ -143,7 +143,7 @@ class Channel:
         self._stores: dict[str, tuple[str, int]] = {}  # host and port, by attempt
         self._changed = asyncio.Condition()
         self._begin_views()
-        self._finished = 0  # the number of what has finished last, whose workers still say what they leave behind
+        self._finished = IDLE  # what has finished last, whose workers still say what they leave behind
 
     def _begin_views(self) -> None:
         self._membership: Membership | None = None  # of the job's workers
@@ -152,6 +152,7 @@ class Channel:
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
         self._breaks_since: float | None = None  # the view of the membership
+        self._viewed_at = 0.0  # when it was made
         self._ends: dict[int, dict[int, tuple[bool, bool]]] = {}  # what they say who have come to the end of a view
         self._rejoins: dict[int, bool] = {}  # by views that all have come to the end of: whether there is a next one
 
@@ -164,7 +165,7 @@ class Channel:
         """
         if name and not view and self._membership is not None and self._membership.is_gone(name):
             return Ask.END
-        if number in (0, self._terms.number, self._finished):
+        if number in (0, self._terms.number, self._finished.number):
             self._messages.append(message)
             self._arrived.set()
         if view and self._membership is not None:
@@ -177,6 +178,8 @@ class Channel:
                 return Ask.LEAVE_NOW
             if asked is Leave.AFTER_A_STEP and self._request.ask not in (Ask.STOP, Ask.RESTART):
                 return Ask.LEAVE
+        if view and number == self._finished.number and not self._finished.has_steps:
+            return Ask.LEAVE_NOW
         return self._request.ask
 
     async def receive(self, wait: bool = True) -> list[bytes]:
@@ -197,7 +200,7 @@ class Channel:
         """Hand a job to the workers; `job` holds the reference of its bytes."""
         async with self._changed:
             self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
-            self._fired, self._stores, self._finished = set(), {}, 0
+            self._fired, self._stores, self._finished = set(), {}, IDLE
             self._begin_views()
             self._terms, self._job = terms, job
             self._changed.notify_all()
@@ -205,7 +208,7 @@ class Channel:
     async def finish(self, number: int) -> None:
         """End a job, so that no worker begins it any more."""
         if number == self._terms.number:
-            self._finished = number
+            self._finished = self._terms
             await self._become_idle()
 
     async def give_up(self, number: int, message: bytes) -> None:
@@ -257,11 +260,6 @@ class Channel:
         """Note that the worker in a slot has the job that it was given: it does not stand still."""
         self._given.pop(slot, None)
         self._lost.discard(slot)
-
-    async def ended(self, number: int) -> None:
-        """Return once job `number` has ended, or the workers are to leave."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_closed or self._terms.number != number)
 
     async def request(self, request: Request, number: int = 0) -> None:
         """Replace the current request; Ask.STOP is final while the job lasts, and no other replaces it.
@@ -325,34 +323,16 @@ class Channel:
         is_theirs = self._terms.number == number and (not group or group in self._groups[-1:])
         return is_theirs and self._membership is not None and self._membership.view.number > 0
 
-    async def view_after(self, number: int, group: str, view: int) -> tuple[str, View] | None:
-        """Return the view of those that serve, once there is another than this one of this group; with its group.
-
-        None once what they serve has ended.
-        """
-
-        def has_another() -> bool:
-            there = self._membership
-            return (
-                there is not None and there.view.number > 0 and (self._groups[-1], there.view.number) != (group, view)
-            )
-
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._terms.number != number or has_another())
-            if self._terms.number != number or self._membership is None:
-                return None
-            return self._groups[-1], self._membership.view
-
     async def gone(self, number: int, names: list[str]) -> set[str]:
         """Return those of these processes without which job `number` goes on, though they may live.
 
-        They are waited for: a member among them that has given no sign for long is left out.
+        They are waited for: a member among them that gives no sign, and asks for no view, is left out.
         """
         there = self._membership if number == self._terms.number else None
         if there is None:
             return set()
         async with self._changed:
-            self._exclude_silent(there, [member.name for member in there.view.members if member.name in names])
+            self._exclude_silent(there, [member.name for member in there.awaited() if member.name in names])
             self._settle(there)
         return {name for name in names if there.is_gone(name)}
 
@@ -363,9 +343,9 @@ class Channel:
                 self._membership.exclude([name], why)
                 self._settle(self._membership)
 
-    async def break_up(self, number: int) -> None:
-        """Have the workers of job `number` leave their view at once, and make another."""
-        if number == self._terms.number and self._membership is not None:
+    async def break_up(self, number: int, view: int) -> None:
+        """Have the workers of job `number` leave the view of this number at once, and make another."""
+        if number == self._terms.number and self._membership is not None and self._membership.view.number == view:
             async with self._changed:
                 self._membership.break_up()
                 self._changed.notify_all()
@@ -403,6 +383,8 @@ class Channel:
             if self._terms.number != number:
                 return None
             is_in = self._membership is membership and membership.view.rank(member.name) is not None
+            if membership.failed_views > VIEWS:
+                return f"the workers live, but their connections failed in {VIEWS} process groups, one after another"
             return membership.view if may_ask and is_in else OUT
 
     async def is_out(self, name: str) -> bool:
@@ -425,7 +407,10 @@ class Channel:
     def _settle(self, membership: Membership) -> None:
         """Make the next view, if it can be; before any message of it, the driver is told who has left."""
         if membership.settle() is not None:
-            self._breaks_since = None
+            now = time.monotonic()
+            if now - self._viewed_at > SHORT_SECONDS:
+                membership.failed_views = 0
+            self._breaks_since, self._viewed_at = None, now
         self._messages += [encoded(left) for left in membership.take_left()]
         self._arrived.set()
         self._changed.notify_all()

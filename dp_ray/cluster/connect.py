@@ -28,7 +28,7 @@ from dp_ray.cluster.resources import (
     times,
 )
 from dp_ray.errors import ClusterError, Error, JobError
-from dp_ray.job.keys import WorkerKeys, runs_anywhere
+from dp_ray.job.keys import ModuleKeys, WorkerKeys, runs_anywhere
 from dp_ray.system.process import own_folder, short_folder, without_values
 from dp_ray.system.threads import handlers_kept, signals_put_off
 from dp_ray.text import counted, hide
@@ -117,20 +117,18 @@ def connected(
 
 
 @contextmanager
-def _connected(
-    keys: WorkerKeys, address: str | None, verbose: bool, early: ForkServer | None, serves: bool = False
-) -> Iterator[None]:
+def _connected(keys: WorkerKeys, address: str | None, verbose: bool, early: ForkServer | None) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
     found = address_of(address)
     with (
-        nullcontext() if found else forking(keys, early, serves) as fork_server,
+        nullcontext() if found else forking(keys, early) as fork_server,
         _environment_kept(),
         own_folder(short_folder()) as folder,
         core.raylets_hushed(verbose),
     ):
         try:
-            _start_ray(keys, found, verbose, folder, fork_server, OF_MODULES if serves else None)
+            _start_ray(keys, found, verbose, folder, fork_server)
             yield
         finally:
             with signals_put_off():  # half of an embedded Ray would go on as long as this process, and nothing end it
@@ -164,13 +162,12 @@ def connected_early(
     address: str | None,
     verbose: bool,
     fork_server: ForkServer | None = None,
-    serves: bool = False,
 ) -> Iterator[EarlyConnection]:
     """Begin to connect in a thread; who is given the connection waits for it by entering it, and ends it.
 
-    After the block it has ended in any case. With `serves`, it is for workers that serve parallel modules alone.
+    After the block it has ended in any case.
     """
-    early = EarlyConnection(lambda: _connected(keys, address, verbose, fork_server, serves))
+    early = EarlyConnection(lambda: _connected(keys, address, verbose, fork_server))
     early.start()
     try:
         yield early
@@ -212,7 +209,6 @@ def _start_ray(
     verbose: bool,
     folder: str,
     fork_server: Path | None = None,
-    namespace: str | None = None,
 ) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
@@ -236,6 +232,7 @@ def _start_ray(
                 ray.init(address, runtime_env=code, log_to_driver=verbose, logging_level=level)
             else:
                 # Enough for all workers, even if the machine has fewer: a laptop runs 8 workers on 2 cores, slowly.
+                namespace = OF_MODULES if isinstance(keys, ModuleKeys) else None
                 cpus = max(os.cpu_count() or 1, math.ceil(keys.max_workers * keys.cpus_per_worker))
                 start_local(cpus, folder, verbose, fork_server, logging_level=level, namespace=namespace)
     except Exception as error:  # Ray's own of many types, and a bare Exception if a node does not start in time

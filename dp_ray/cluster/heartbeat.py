@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import psutil
 import ray
@@ -20,6 +21,7 @@ from dp_ray.cluster.channel import Ask, WorkerConfig, encoded, send
 from dp_ray.cluster.flight_recorder import recorded_collectives
 from dp_ray.cluster.group import STUCK_SECONDS
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
+from dp_ray.cluster.internals.train_worker import Answer, messages
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.world import TIMEOUT, World, cut_groups, is_gpu
 from dp_ray.errors import ClusterError, JobError
@@ -28,10 +30,13 @@ from dp_ray.messages import (
     Beat,
     Collective,
     FaultInjected,
+    MayLeave,
     Message,
     Note,
+    Serves,
     Started,
     StepControl,
+    WorkerPlace,
     beat_interval,
 )
 from dp_ray.monitor.faults import Fault
@@ -106,6 +111,7 @@ class Heartbeat(StepControl):
         self._collectives: tuple[Collective, ...] = ()
         self._save = False
         self._has_saved = False
+        self._takes_calls = self._leaves_now = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -180,6 +186,16 @@ class Heartbeat(StepControl):
         """Note that this worker has nothing left to run."""
         self.through()
 
+    def take_calls(self, place: WorkerPlace) -> Iterator[tuple[Any, Answer]]:
+        """Say that this worker serves in its view, and yield each call, until the view is to be left."""
+        worker, handle = self._worker, ray.get_runtime_context().current_actor
+        serves = Serves(worker.name, worker.view, self.attempt, self._world, place, handle)
+        send(worker.channel, serves, worker.number, name=worker.name)
+        self._takes_calls = True
+        while not self._leaves_now:
+            if (taken := messages.get()) is not None:
+                yield taken
+
     def _send(self, message: Message, wait: bool = True) -> None:
         send(self._worker.channel, message, self._worker.number, wait=wait)
 
@@ -200,12 +216,17 @@ class Heartbeat(StepControl):
                 request: Ask = ray.get(self._worker.channel.put.remote(*given))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and Ray will end this worker soon
+            if request is Ask.LEAVE and self._takes_calls and not self.is_to_rejoin:
+                self._send(MayLeave(self.attempt))  # the caller knows between which calls
             self.is_to_rejoin = self.is_to_rejoin or request in (Ask.LEAVE, Ask.LEAVE_NOW)
             self.wants_stop = self.is_to_rejoin or request in (Ask.RESTART, Ask.STOP)
             if request is Ask.END:  # before it writes anything that another one writes by now
                 os.kill(os.getpid(), signal.SIGKILL)
             if request is Ask.LEAVE_NOW:
                 cut_groups()  # a peer may be silent, and close nothing
+                self._leaves_now = True
+                if self._takes_calls:
+                    messages.put(None)  # who waits for a call looks
             self._end_if_stuck(request is Ask.LEAVE_NOW)
             if request is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True

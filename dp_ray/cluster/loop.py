@@ -1,7 +1,6 @@
 """The function that Ray Train runs on every worker: one job after another, or parallel modules.
 
-What a job needs is in `cluster/worker.py`, what modules need in `cluster/server.py`: a worker imports what it is for.
-The terms of each say what to call.
+What runs there is in `cluster/worker.py`; a worker imports that, and the task that it is for.
 """
 
 import os
@@ -39,5 +38,4 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
         worker.channel.has_job.remote(rank)
         job_number = terms.number
         if rank < terms.workers:
-            module, name = terms.runs
-            getattr(import_module(module), name)(worker, terms, *given)
+            import_module("dp_ray.cluster.worker").run_job(worker, terms, *given)

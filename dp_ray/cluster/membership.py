@@ -117,8 +117,10 @@ class Membership:
     progress: int = -1  # the most that a worker is known to have finished
     _in_view: int = -1  # the same in this view, which may repeat steps
     idle_views: int = 0  # made since a step was finished
+    failed_views: int = 0  # of these, the last ones whose group has failed though no member was lost
     _settled_at: int = -1  # the progress when a view was last made
     _has_lost: bool = False  # whether the view has lost a member
+    _has_failed: bool = False  # whether a member says that it has lost a peer
 
     def ask(self, member: Member, progress: int, has_lost_peer: bool = False) -> bool:
         """Take in that a worker asks for a view; return whether it may have one.
@@ -136,7 +138,7 @@ class Membership:
             return False
         self._asking[member.name], self._finished[member.name] = member, progress
         if has_lost_peer and not is_newcomer:
-            self.phase = Phase.BREAKING
+            self.phase, self._has_failed = Phase.BREAKING, True
         elif self.phase is Phase.SETTLED:
             self.phase = Phase.PLANNED
         return True
@@ -258,8 +260,10 @@ class Membership:
         self._since = {member.name: self._since.get(member.name, number) for member in members}
         self.view, self._asking, self._finished = View(number, tuple(members)), {}, {}
         self.phase = Phase.PLANNED if self.drained() else Phase.SETTLED
-        self.idle_views = 0 if self.progress > self._settled_at else self.idle_views + 1
-        self._settled_at, self._has_lost, self._in_view = self.progress, False, -1
+        is_idle = self.progress <= self._settled_at
+        self.idle_views = self.idle_views + 1 if is_idle else 0
+        self.failed_views = self.failed_views + 1 if is_idle and self._has_failed and not self._has_lost else 0
+        self._settled_at, self._has_lost, self._has_failed, self._in_view = self.progress, False, False, -1
         return self.view
 
     def asks(self, number: int) -> Leave:

@@ -97,20 +97,20 @@ class OwnWorkers:
         with ExitStack() as until_end:
             until_end.callback(self.close)
             if not is_connected():
-                early = connected_early(keys, self.address, self.verbose, serves=True)
+                early = connected_early(keys, self.address, self.verbose)
                 self.early = self._open.enter_context(early)
             from dp_ray.cluster.serving import RayServing  # here: while Ray starts
 
-            serving = RayServing(self._start(keys, serves=True), keys, self.console.say, self.close, is_last=True)
+            serving = RayServing(self._start(keys), keys, self.console.say, self.close, is_last=True)
             until_end.pop_all()
         return serving
 
-    def _start(self, keys: WorkerKeys, serves: bool = False) -> "StartedWorkers":
+    def _start(self, keys: WorkerKeys) -> "StartedWorkers":
         from dp_ray.cluster.workers import CLOSE_SECONDS, start_workers  # while Ray starts: it imports Ray Train
 
         is_own = self._connect(keys)
         folder = self._open.enter_context(own_folder())
-        self._workers = start_workers(keys, folder, is_own, self.verbose, self.console.say, serves)
+        self._workers = start_workers(keys, folder, is_own, self.verbose, self.console.say)
         self._open.callback(self._workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them
         return self._workers
 

@@ -1,8 +1,8 @@
 """Workers that serve a process's parallel modules, as the driver sees them: members, their view, answers and losses.
 
 Messages and answers go between driver and worker directly. The channel makes the views, as for a job whose workers go
-on, and brings what else happens: a worker will serve, one is lost, or the workers wait for room. All leave a view
-where the driver says so, between two calls: after a loss, or since a newcomer has come.
+on, and brings what else happens: a worker serves in a view, one is lost, or the workers wait for room. Where others
+come, all leave their view between two calls, once the driver says so.
 """
 
 import math
@@ -21,12 +21,11 @@ from ray.exceptions import RayActorError, RayError
 from dp_ray.cluster.channel import receive
 from dp_ray.cluster.internals.train import why_failed
 from dp_ray.cluster.resources import resources_text
-from dp_ray.cluster.serving_messages import HasFormed, LeaveView, Serves, framed, unframed
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Failed, Finished, Interrupted, Note, Starting, Waits, error_of
+from dp_ray.messages import Failed, Finished, Interrupted, MayLeave, Note, Printed, Serves, Starting, Waits, error_of
 from dp_ray.rundir.numerics import Numerics, difference, kinds_of, refusal
-from dp_ray.tasks.wire import Lost, ServingWorker, has_left
+from dp_ray.serving.wire import Lost, ServingWorker, framed, has_left, unframed
 from dp_ray.text import counted
 
 if TYPE_CHECKING:
@@ -35,15 +34,13 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0  # until a worker has imported what it needs, on a node that has it on a slow disk
 LOOK_SECONDS = 0.5  # between two looks at whether the others go on without a worker that is waited for
 END_SECONDS = 10.0  # until workers have restored their processes for what comes next
-VIEWS = 8  # whose groups may fail to form, one after the other
 
 
 @dataclass(eq=False, kw_only=True)
 class RayMember(ServingWorker):
-    """A worker that serves, on Ray: the process of this `name`; `slot` is its rank among those that were started."""
+    """A worker that serves, on Ray: the process of this `name`, whose `handle` takes calls."""
 
     name: str
-    slot: int
     handle: Any
 
 
@@ -70,8 +67,9 @@ class RayServing:
         self._at_end = at_end
         self._is_last = is_last
         self.members: list[RayMember] = []  # of the view, by rank
-        self._known: dict[str, RayMember] = {}  # by name: these, and others that have come since
-        self._view = "", 0  # the id of the workers that were started together, and the number of their view
+        self._known: dict[str, RayMember] = {}  # by name
+        self._view: Serves | None = None  # what a member of the newest view has said
+        self._in_view: dict[int, RayMember] = {}  # those who have said it, by rank
         self._unsettled: dict[RayMember, Any] = {}  # references to answers that nobody has waited for to the end
         self._has_served = False
         self._has_changed = True
@@ -79,14 +77,14 @@ class RayServing:
         self._began = time.monotonic()
         # What the thread has heard, under the condition's lock.
         self._heard = threading.Condition()
-        self._arrived: list[Serves] = []
+        self._arrived: list[Serves | MayLeave | Interrupted] = []
         self._placed_at: float | None = None  # when there was room for the workers
         self._failed: Failed | None = None
         self._why_lost = ""
-        self._is_told_of_loss = False
         self._finished: list[Finished] = []
         self.is_closed = False
         self._gives_up = False  # to hear the rest
+        self._hears_no_more = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="workers of modules", daemon=True)
         with ExitStack() as opening:
             self._job_number = workers.begin_serving(keys, is_last)
@@ -99,13 +97,16 @@ class RayServing:
     # What the channel tells, in a thread of its own.
 
     def _listen(self) -> None:
-        with suppress(RayError):  # whoever calls the workers finds out
-            while not self._has_heard_all() and ray.is_initialized():  # else Ray would start another one
-                for message in receive(self._workers.channel):
-                    with self._heard:
-                        self._hear(message)
-                        self._heard.notify_all()
-        self._wake()
+        try:
+            with suppress(RayError):  # whoever calls the workers finds out
+                while not self._has_heard_all() and ray.is_initialized():  # else Ray would start another one
+                    for message in receive(self._workers.channel):
+                        with self._heard:
+                            self._hear(message)
+                            self._heard.notify_all()
+        finally:
+            self._hears_no_more.set()
+            self._wake()
 
     def _has_heard_all(self) -> bool:
         """Return whether nothing more is to come; at the end, workers that go on say what they leave behind."""
@@ -120,7 +121,7 @@ class RayServing:
 
     def _hear(self, message: Any) -> None:
         match message:
-            case Serves():
+            case Serves() | MayLeave():
                 self._arrived.append(message)
             case Starting():
                 self._placed_at = self._placed_at or time.monotonic()
@@ -129,9 +130,13 @@ class RayServing:
             case Finished():
                 self._finished.append(message)
             case Interrupted(what=what, ranks=ranks):
-                self._why_lost, self._is_told_of_loss = what, True
+                self._why_lost = what
+                self._arrived.append(message)
                 which = f"rank {', '.join(map(str, ranks))}: " if ranks else ""
                 self._say(f"a worker is lost, and another one starts in its place ({which}{what})")
+            case Printed(world=world, lines=lines):
+                for line in lines:
+                    self._say(f"[rank {world.rank}] {line}")
             case Note(text=text) | Waits(what=text):
                 self._say(text)
 
@@ -141,61 +146,22 @@ class RayServing:
         """Return the workers that are there, in the order of their ranks in one process group.
 
         Takes in those that have come, and waits for one if there is none. Raises ClusterError if none comes, or if
-        they cannot form a group.
+        they form no group.
         """
         if not ray.is_initialized():
             raise ClusterError(
                 "the Ray of the module's workers was shut down: make another dp_ray.DataParallel of it"
             )
-        why = "workers are lost again and again"
-        for _ in range(VIEWS + 1):
-            self._settle()
-            self._await(lambda: True)  # it takes in those that have come
-            if self.members and not self._has_changed:
-                return list(self.members)
-            self.ask(dict.fromkeys(self.members, LeaveView(self._view[1])))
-            self._take_next_view()
-            self._has_changed = self._has_newcomer()
-            formed = self.ask(dict.fromkeys(self.members, HasFormed(self._view[1])))
-            failed = [answer for answer in formed.values() if answer]
-            if not failed:
-                return list(self.members)
-            why = next((answer for answer in failed if isinstance(answer, str)), why)
-            self._has_changed = True
-        raise ClusterError(f"the workers cannot form a process group: {why}")
+        self._settle()
+        self._await()
+        return list(self.members)
 
-    def _take_next_view(self) -> None:
-        """Go on with the next view, and its members by rank; wait for it, and for what they say of themselves.
-
-        An interrupt leaves it undone as a whole: those that are asked to leave a view are all that are in it.
-        """
-        channel = self._workers.channel
-        coming = channel.view_after.remote(self._job_number, *self._view)
-
-        def has_come() -> bool:
-            return bool(ray.wait([coming], timeout=0)[0])
-
-        coming.future().add_done_callback(lambda _: self._wake())
-        self._await(has_come)
-        with self._workers.reached.kept():
-            found = ray.get(coming)
-        if found is None:
-            raise ClusterError("the workers serve no longer: they were closed")
-        group, view = found
-        names = [member.name for member in view.members]
-        self._await(lambda: self._known.keys() >= set(names))
-        members = [self._known[name] for name in names]
-        self._view, self.members = (group, view.number), members
-
-    def _has_newcomer(self) -> bool:
-        """Return whether a worker that has come is not in the view: it may have asked for one too late."""
-        others = self._known.keys() - {member.name for member in self.members}
-        if others:
-            with self._workers.reached.kept():
-                gone = ray.get(self._workers.channel.gone.remote(self._job_number, list(others)))
-            for name in gone:
-                del self._known[name]
-        return len(self._known) > len(self.members)
+    def _leave_view(self) -> None:
+        """Have all leave their view, if they have not left it already: so a next one comes."""
+        if self._view is not None:
+            self._workers.channel.break_up.remote(self._job_number, self._view.view)
+            for member in self._in_view.values():
+                member.handle.answer.remote(framed((self._view.attempt, None)))
 
     def keep_one_kind(self) -> None:
         """Take no worker from now on that computes differently; raises JobError if there is one already."""
@@ -205,18 +171,19 @@ class RayServing:
             raise refusal(kinds)
         self._computes = kinds[0].computes if kinds else {}
 
-    def _await(self, is_enough: Callable[[], bool]) -> None:
-        """Take in workers that have come, and wait until there are enough. Raises an Error if they do not come."""
-        began = time.monotonic()
+    def _await(self) -> None:
+        """Wait for a view, and take in its members. Raises an Error if they do not come."""
+        began, left = time.monotonic(), ""
         with self._heard:
             while True:
-                self._has_changed |= self._is_told_of_loss
-                self._is_told_of_loss = False
                 while self._arrived:  # of an interrupt here, it is taken in again
                     self._take_in(self._arrived[0])
                     del self._arrived[0]
-                if is_enough():
+                if self.members and not self._has_changed:
                     return
+                if self._view is not None and self._view.attempt != left and self._is_whole:
+                    self._leave_view()
+                    left = self._view.attempt
                 if self.is_closed:
                     raise ClusterError("the workers serve no longer: they were closed")
                 if self._failed is not None:
@@ -243,20 +210,33 @@ class RayServing:
         elif now - self._placed_at > START_SECONDS:
             raise ClusterError(f"no worker has started in {START_SECONDS:g} s")
 
-    def _take_in(self, serves: Serves) -> None:
-        self._has_served = True
-        if self._computes and serves.place.computes != self._computes:
-            there = [("the others", self._computes), (serves.place.node, serves.place.computes)]
-            why = f"no worker is taken on {serves.place.node}, which would change the bits: {difference(there)}"
-            self._say(why)
-            self._workers.channel.learn.remote(self._job_number, avoided=(serves.place.node_id,))
-            self._exclude(serves.name, why)
-            return
-        for other in [other for other in self._known.values() if other.slot == serves.slot]:
-            if other not in self.members:  # it was lost before it took part
-                del self._known[other.name]
-        self._known[serves.name] = RayMember(serves.place, name=serves.name, slot=serves.slot, handle=serves.handle)
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all of the newest view have said that they serve in it."""
+        return self._view is not None and len(self._in_view) == self._view.world.world_size
+
+    def _take_in(self, told: Serves | MayLeave | Interrupted) -> None:
+        """Take in who is in the newest view, or that it ends: of a view the channel tells before the next one."""
         self._has_changed = True
+        if not isinstance(told, Serves):
+            return
+        if self._computes and told.place.computes != self._computes:
+            there = [("the others", self._computes), (told.place.node, told.place.computes)]
+            why = f"no worker is taken on {told.place.node}, which would change the bits: {difference(there)}"
+            self._say(why)
+            self._workers.channel.learn.remote(self._job_number, avoided=(told.place.node_id,))
+            self._exclude(told.name, why)
+            return
+        self._has_served = True
+        if self._view is None or self._view.attempt != told.attempt:
+            self._in_view = {}
+        self._view = told
+        member = RayMember(told.place, name=told.name, handle=told.handle)
+        self._in_view[told.world.rank] = self._known.setdefault(told.name, member)
+        if self._is_whole:
+            self.members = [self._in_view[rank] for rank in sorted(self._in_view)]
+            self._known = {member.name: member for member in self.members}
+            self._has_changed = False
 
     def _exclude(self, name: str, why: str) -> None:
         """Have the others go on without the worker of this name."""
@@ -271,12 +251,13 @@ class RayServing:
         The answer of a member that is gone is `Lost`. Raises what answering has raised, once all have ended.
         """
         self._settle()
+        attempt = self._view.attempt if self._view is not None else ""
         try:
             for member, message in messages.items():
-                self._unsettled[member] = member.handle.answer.remote(framed(message))
+                self._unsettled[member] = member.handle.answer.remote(framed((attempt, message)))
         except BaseException:  # as of Ctrl-C: those that have a message may wait for others that have none
             self._has_changed = True
-            self._workers.channel.break_up.remote(self._job_number)
+            self._leave_view()
             raise
         try:
             framed_answers = ray.get(list(self._unsettled.values()), timeout=LOOK_SECONDS)
@@ -337,6 +318,7 @@ class RayServing:
             self._end()
         finally:  # Ctrl-C too: nothing would end them later
             self._gives_up = True
+            self._hears_no_more.wait(END_SECONDS)  # a Ray that ends amid a call of the thread ends this process too
             self.members = []
             self._at_end()
 
@@ -344,6 +326,7 @@ class RayServing:
         with suppress(RayError):  # the workers have ended, or the cluster has
             if ray.is_initialized():
                 ray.get(self._workers.channel.finish.remote(self._job_number))
+                self._leave_view()
         self._thread.join(END_SECONDS)
         self._gives_up = True
         self._thread.join()

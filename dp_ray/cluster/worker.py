@@ -2,7 +2,8 @@
 
 Around the job's task stand the process group of a view, a heartbeat (`heartbeat.py`), and a stream that sends to the
 driver what user code prints (`prints.py`). After the loss of another worker a process goes on in the next view, with
-what it holds of the job; if it holds nothing, it ends.
+what it holds of the job; if it holds nothing, it ends. Parallel modules are served so too: a call is a step of the
+task `tasks/serve.py`.
 """
 
 import os
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -21,38 +23,37 @@ from dp_ray.cluster.group import SOON, leave_view, next_view, place_of_worker, p
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.prints import Lines, forwarded_prints
 from dp_ray.engine.user_code import is_out_of_memory
-from dp_ray.engine.votes import NotFinite
 from dp_ray.engine.world import Trouble, World, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
-from dp_ray.job.job import Job
 from dp_ray.messages import Ending, Finished, Logged, StopRequested, WorkerExit, WorkerReady
 from dp_ray.monitor.faults import Fault
-from dp_ray.rundir.claim import check_shared, kept_modes
+from dp_ray.process.isolation import isolated
+from dp_ray.process.numerics import OtherKind
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
-from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.imports import import_from, imported_files
 from dp_ray.system.process import environment
-from dp_ray.tasks.held import Held
-from dp_ray.tasks.isolation import isolated
-from dp_ray.tasks.numerics import OtherKind
-from dp_ray.tasks.setup import Context
-from dp_ray.tasks.task import run_task, settings_of
-from dp_ray.tasks.views import hold_in_memory
+
+if TYPE_CHECKING:  # what jobs need: modules are served without it
+    from dp_ray.job.job import Job
+    from dp_ray.job.keys import WorkerKeys
+    from dp_ray.tasks.held import Held
 
 
 @dataclass
 class Assignment:
-    """A job as the driver hands it to each of its workers; `backend` is that of the process group.
+    """A job, or what parallel modules run on, as the driver hands it to each of its workers.
 
-    `step_seconds` are those of its `timeouts`. The job is None once a view has used its objects up.
+    `task` is the module whose `run_task` runs it, `backend` that of the process group. `step_seconds` are those of
+    its `timeouts`. The job is None once a view has used its objects up.
     """
 
-    job: Job | None
-    run_dir: str = field(repr=False)  # a URL may hold a secret
-    token: str
+    task: str
+    job: "Job | WorkerKeys | None"
     backend: str
-    step_seconds: float | None
+    run_dir: str = field(default="", repr=False)  # a URL may hold a secret
+    token: str = ""
+    step_seconds: float | None = None
     faults: tuple[Fault, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
 
@@ -84,12 +85,13 @@ def run_in_views(
     has ended without this worker.
     """
     attempt, has_lost_peer = f"{os.environ[GROUP]}-{terms.number}", False
-    # From one view to the next. Without it, a loss ends the process.
-    held = None if terms.outlives is None else Held()
     with reported_errors(worker, attempt, here, lambda: False):
         assigned, here = assignment_of(packed, here)
+        task: Any = import_module(assigned.task)
+        # From one view to the next. Without it, a loss ends the process.
+        held = None if terms.outlives is None else task.Held()
         if held is not None and ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
-            hold_in_advance(assigned, here, held)
+            task.hold_in_advance(assigned.job, here, Storage(assigned.run_dir), held)
     while (given := next_view(worker, here, -1 if held is None else held.finished, has_lost_peer)) is not None:
         view, world, on_node = given
         prints.move(world)
@@ -102,7 +104,7 @@ def run_in_views(
         leave_view(has_lost_peer)
         if isinstance(ended, bool):
             return of_view, world.rank, ended
-    return None
+    return None if terms.has_steps else (attempt, here.rank, False)
 
 
 def assignment_of(packed: Any, here: World) -> tuple[Assignment, World]:
@@ -110,15 +112,6 @@ def assignment_of(packed: Any, here: World) -> tuple[Assignment, World]:
     assigned: Assignment = ray.get(packed).load()
     assert assigned.job is not None
     return assigned, with_devices(here, assigned.job, assigned.job.num_devices)
-
-
-def hold_in_advance(assigned: Assignment, here: World, held: Held) -> None:
-    """Build what a newcomer will need, while the others train without it."""
-    assert assigned.job is not None
-    job = assigned.job.for_task()
-    run = Storage(assigned.run_dir)
-    with settings_of(job, here, kept_modes(run)):
-        hold_in_memory(Context(job, here, run, lambda _: None, held=held))
 
 
 class Next(Enum):
@@ -135,7 +128,7 @@ def run_in_view(
     attempt: str,
     world: World,
     on_node: int,
-    held: Held | None,
+    held: "Held | None",
 ) -> bool | Next:
     """Run the job in a view; return whether it stopped as the user asked, or why it goes on in the next view.
 
@@ -176,7 +169,7 @@ def run_assigned(
     world: World,
     on_node: int,
     heartbeat: Heartbeat,
-    held: Held | None,
+    held: "Held | None",
 ) -> None:
     """Run the task within the process group of a view's workers, and wait for all of them at its end.
 
@@ -186,13 +179,16 @@ def run_assigned(
     """
     channel, attempt, run = worker.channel, heartbeat.attempt, Storage(assigned.run_dir)
     flight = run.child(FLIGHT_RECORDER)
-    recorder = recorder_variables(assigned.backend, flight, attempt)
+    recorder = recorder_variables(assigned.backend, flight, attempt) if assigned.run_dir else {}
     step_seconds, within = assigned.step_seconds, None if held is None else SOON
     with (
         environment(recorder),
         process_group(worker, attempt, world, assigned.backend, step_seconds, on_node, within),
     ):
-        check_shared(run, assigned.token, str(world))
+        if assigned.token:
+            from dp_ray.rundir.claim import check_shared  # modules are served without it
+
+            check_shared(run, assigned.token, str(world))
         if DUMP_FILE in recorder:
             with suppress(StorageError):
                 flight.create()  # NCCL makes no folder
@@ -201,8 +197,7 @@ def run_assigned(
         send(channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
         if assigned.job is None:
             assigned.job = assignment_of(packed, world)[0].job
-        assert assigned.job is not None
-        run_task(
+        import_module(assigned.task).run_task(
             assigned.job,
             world,
             run,
@@ -269,7 +264,7 @@ def _ending_of(error: BaseException) -> Ending:
         return Ending.LOST_PEER
     if isinstance(error, OtherKind):
         return Ending.OTHER_KIND
-    if not isinstance(error, Exception) or isinstance(error, QuarantineFull | NotFinite):
+    if not isinstance(error, Exception) or getattr(error, "comes_back", False):
         return Ending.MISTAKEN
     trouble = trouble_of(error)
     if trouble is Trouble.BROKEN_GPU:

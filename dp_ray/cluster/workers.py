@@ -21,7 +21,7 @@ import ray
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.channel import RUN_JOB, SERVE, STOP, Terms, WorkerConfig, encoded, open_channel, receive
+from dp_ray.cluster.channel import RUN, SERVE, STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
     check_fits,
     without_gpus,
@@ -36,7 +36,7 @@ from dp_ray.engine.devices import check_machine
 from dp_ray.engine.ship import check_packs, refused, shipment
 from dp_ray.errors import ClusterLost, Error, WorkerError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import WorkerKeys
+from dp_ray.job.keys import ModuleKeys, WorkerKeys
 from dp_ray.messages import Failed, Finished, GaveUp, Note, StopRequested, WorkerReady, beat_interval, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
@@ -164,24 +164,22 @@ class StartedWorkers:
         """
         from dp_ray.monitor.monitor import listening
 
-        self._number += 1
-        monitor.take_control(RayNodeControl(self.channel, self._number))
         why = why_restarts(job, self.each.get("GPU", 0))
         if why and job.on_lost_worker == "go_on" and job.max_workers > 1:
             monitor.take(Note(f"on_lost_worker: with {why}, all workers restart where one is lost"))
-        terms = Terms(
-            self._number,
-            job.max_workers,
-            job.retries,
-            job.task != "evaluate" and not job.finds_shards,
+        terms = self._terms(
+            job,
             is_last,
+            retries=job.retries,
+            can_stop=job.task != "evaluate" and not job.finds_shards,
             outlives=None if why else job.retries,
-            rejoin=max(job.timeouts.rejoin, SIGNS * beat_interval(job.max_workers)),
             step=job.timeouts.step,
             needs_all=job.sync_batchnorm,
         )
+        monitor.take_control(RayNodeControl(self.channel, self._number))
         self.trainer.when_ended(monitor.end.has_come.set)
-        packed = self._packed(job, claimed, rows, faults)
+        run = {"run_dir": claimed.storage.location, "token": claimed.token}
+        packed = self._packed(RUN, job, **run, step_seconds=job.timeouts.step, faults=faults, rows=rows)
         waits = repeated("waits", LOOK_SECONDS, lambda: monitor.waits.look(lambda: free_text(self.each)))
         head = repeated("head", HEAD_SECONDS, lambda: self.reached.look(monitor.end.has_come.set))
         try:
@@ -213,38 +211,27 @@ class StartedWorkers:
 
     def begin_serving(self, keys: WorkerKeys, is_last: bool) -> int:
         """Have all workers take calls of parallel modules, and return the number by which that ends."""
-        self._number += 1
-        terms = Terms(
-            self._number,
-            keys.max_workers,
-            can_stop=False,
-            is_last=is_last,
-            runs=SERVE,
-            outlives=math.inf,
-            rejoin=max(keys.timeouts.rejoin, SIGNS * beat_interval(keys.max_workers)),
-        )
+        terms = self._terms(keys, is_last, can_stop=False, outlives=math.inf)
         with self.reached.kept():
-            packed = encoded((keys, backend_of(keys, self.each.get("GPU", 0))))
-            ray.get(self.channel.begin.remote(terms, [packed]))
+            ray.get(self.channel.begin.remote(terms, self._packed(SERVE, keys)))
         return self._number
 
-    def _packed(self, job: Job, claimed: "RunDir", rows: Mapping[str, int], faults: "Faults") -> list[Any]:
-        """Return a reference to the job's Assignment, its `env`, and the folders of the script's own modules.
+    def _terms(self, keys: WorkerKeys, is_last: bool, **others: Any) -> Terms:
+        """Return the terms of the next job, or of parallel modules."""
+        self._number += 1
+        rejoin = max(keys.timeouts.rejoin, SIGNS * beat_interval(keys.max_workers))
+        return Terms(self._number, keys.max_workers, is_last=is_last, rejoin=rejoin, **others)
+
+    def _packed(self, task: str, keys: WorkerKeys, **others: Any) -> list[Any]:
+        """Return a reference to an Assignment of the keys, their `env`, and the folders of the script's own modules.
 
         Ray might write what is apart to a disk, and `env` with it. Folders are needed before the rest is unpacked.
         """
         from dp_ray.cluster.worker import Assignment
 
-        assigned = Assignment(
-            job.model_copy(update={"env": {}}),
-            claimed.storage.location,
-            claimed.token,
-            backend_of(job, self.each.get("GPU", 0)),
-            job.timeouts.step,
-            faults,
-            rows,
-        )
-        return [put_apart(shipment(assigned, ray.cloudpickle.CloudPickler)), job.env, own_folders()]
+        backend = backend_of(keys, self.each.get("GPU", 0))
+        assigned = Assignment(task, keys.model_copy(update={"env": {}}), backend, **others)
+        return [put_apart(shipment(assigned, ray.cloudpickle.CloudPickler)), keys.env, own_folders()]
 
     def _check_end(self, monitor: "Monitor") -> None:
         if monitor.end.finished:
@@ -318,10 +305,9 @@ def start_workers(
     is_own: bool,
     verbose: bool,
     say: Say,
-    serves: bool = False,
     is_first: bool = True,
 ) -> StartedWorkers:
-    """Start workers on the Ray that is connected; does not wait for them. With `serves`, they will run no job.
+    """Start workers on the Ray that is connected; does not wait for them.
 
     `say` gets lines on an unknown Ray, on what they must wait for, and if they take no GPU where an autoscaler might
     add some.
@@ -337,7 +323,8 @@ def start_workers(
                 say(told)
         channel = open_channel(keys.max_workers, keeps_idle=not each.get("GPU", 0))
         node_id = ray.get_runtime_context().get_node_id()
-        config = WorkerConfig(channel, is_own and not verbose, node_id, imports=(SERVE if serves else RUN_JOB)[0])
+        task = SERVE if isinstance(keys, ModuleKeys) else RUN
+        config = WorkerConfig(channel, is_own and not verbose, node_id, imports=task)
         trainer = launch(keys, each, config, folder, is_own, is_first, verbose)
         return StartedWorkers(trainer, channel, each, verbose, reached)
 

@@ -17,15 +17,15 @@ from dp_ray.job.args import object_in
 from dp_ray.job.files import job_of
 from dp_ray.job.job import Job
 from dp_ray.messages import Note
+from dp_ray.process.numerics import numerics_of
+from dp_ray.replay.inspect_step import Findings, InspectedPass, StepInspection
+from dp_ray.replay.replay import LoopAgain, StepChoice, run_again
 from dp_ray.results.replayed import Replayed, ReplayedLoop, ReplayedStep
 from dp_ray.rundir.claim import kept_modes
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, kept_job
 from dp_ray.rundir.history import StepRows, history_of
 from dp_ray.rundir.numerics import change_between, kinds_of
 from dp_ray.storage import Storage, located
-from dp_ray.tasks.inspect_step import Findings, InspectedPass, StepInspection
-from dp_ray.tasks.numerics import numerics_of
-from dp_ray.tasks.replay import LoopAgain, StepChoice, run_again
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.task import settings_of
 

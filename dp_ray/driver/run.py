@@ -24,6 +24,7 @@ from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.plan.costs import plan_table
 from dp_ray.plan.split import Split
+from dp_ray.process.modes import script_modes
 from dp_ray.results.result import Result
 from dp_ray.rundir.claim import Replace, Resume, RunDir, Wanted, check_claim, claim, keep_shards
 from dp_ray.rundir.files import recorded_about
@@ -35,7 +36,6 @@ from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.storage import Storage
 from dp_ray.system.imports import replaced_in_modules
 from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeated
-from dp_ray.tasks.modes import script_modes
 from dp_ray.text import listed, relative
 
 if TYPE_CHECKING:

@@ -186,6 +186,8 @@ class Lagged:
 class NotFinite(ModelError):
     """The loss of a step is NaN or infinite; every attempt would find it again."""
 
+    comes_back = True
+
 
 @dataclass(eq=False)
 class LossWatch:

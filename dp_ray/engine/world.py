@@ -83,6 +83,11 @@ def everyone() -> dist.ProcessGroup | None:
     return _everyone
 
 
+def pickler() -> Any:
+    """Return the class by which objects go to other workers, of the group that was formed last."""
+    return _pickler
+
+
 def own_rank() -> int:
     """Return this worker's rank among the job's workers, 0 without a group; torch's own rank is 0 everywhere."""
     return 0 if _everyone is None else _everyone.rank()

@@ -381,13 +381,6 @@ class Job(MeasuringKeys):
         return self.model_copy(update=changed)
 
     @property
-    def num_devices(self) -> int:
-        """Devices of each worker over which its model is placed."""
-        if self.devices is not None:
-            return len(self.devices)
-        return 1 if self.gpus_per_worker == "auto" else max(1, int(self.gpus_per_worker))
-
-    @property
     def num_shards(self) -> int:
         """Shards of each global batch: `shards`, or else the largest number of workers, where auto begins."""
         return self.shards if isinstance(self.shards, int) else max(1, self.max_workers)

@@ -696,6 +696,13 @@ class WorkerKeys(Strict):
         return self.workers.max if isinstance(self.workers, Elastic) else self.workers
 
     @property
+    def num_devices(self) -> int:
+        """Devices of each worker over which its model is placed."""
+        if self.devices is not None:
+            return len(self.devices)
+        return 1 if self.gpus_per_worker == "auto" else max(1, int(self.gpus_per_worker))
+
+    @property
     def asks_for_gpus(self) -> bool:
         """Whether the job names GPUs or their number, so that it does not run where there are none."""
         return self.gpus_per_worker not in ("auto", 0) or any(
@@ -711,6 +718,10 @@ class WorkerKeys(Strict):
         if self.max_workers < 2 or self.placement == "STRICT_SPREAD":
             return 0
         return max((number + 1 for number in map(gpu_number, self.devices or ()) if number is not None), default=0)
+
+
+class ModuleKeys(WorkerKeys):
+    """On what parallel modules run, if their workers are there for them alone."""
 
 
 def runs_anywhere(gpus: float = 1) -> str:

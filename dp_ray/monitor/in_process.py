@@ -24,7 +24,7 @@ from dp_ray.system.threads import planned_stops
 from dp_ray.tasks.task import run_task
 
 if TYPE_CHECKING:
-    from dp_ray.tasks.here import ServingHere
+    from dp_ray.serving.here import ServingHere
 
 # Runs in threads take turns, also with what prepares a run: each changes the process's stdout, environment, random
 # states and settings of torch.
@@ -68,7 +68,7 @@ class InProcess:
 
     def serve(self, keys: WorkerKeys) -> "ServingHere":
         """Have this process serve parallel modules."""
-        from dp_ray.tasks.here import ServingHere  # jobs need none of it
+        from dp_ray.serving.here import ServingHere  # jobs need none of it
 
         return ServingHere(keys)
 

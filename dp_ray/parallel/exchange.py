@@ -26,9 +26,9 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.parallel.weights import Version
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import worker_shards
-from dp_ray.tasks import wire
-from dp_ray.tasks.modes import Modes
-from dp_ray.tasks.shipped import TensorForm
+from dp_ray.process.modes import Modes
+from dp_ray.serving import wire
+from dp_ray.serving.shipped import TensorForm
 from dp_ray.text import counted
 
 TRIES = 4  # of one call, each after a worker was lost

@@ -17,14 +17,14 @@ from torch import nn
 from dp_ray.cluster.kinds import Workers, own_workers
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.errors import explain
-from dp_ray.job.keys import WorkerKeys
+from dp_ray.job.keys import ModuleKeys
 from dp_ray.monitor.console import Console
 from dp_ray.parallel.exchange import Call, Exchange, SharedWorkers, Ticket, to_caller
 from dp_ray.parallel.weights import ModuleWatch
 from dp_ray.plan.split import chunk_bounds, num_filled
-from dp_ray.tasks.modes import modes_of
-from dp_ray.tasks.shipped import Wrapper, dumped_input
-from dp_ray.tasks.wire import ForwardResult, Packed, unpacked
+from dp_ray.process.modes import modes_of
+from dp_ray.serving.shipped import Wrapper, dumped_input
+from dp_ray.serving.wire import ForwardResult, Packed, unpacked
 from dp_ray.tensors.scatter import gather_leaves, num_rows, rows_dim
 from dp_ray.tensors.tree import Keys, TreeSpec, flatten, leaf_keys, sizes, unflatten
 
@@ -273,10 +273,10 @@ class DataParallel(Wrapper):
         self._begin()
 
 
-def _worker_keys(keys: dict[str, Any]) -> WorkerKeys:
+def _worker_keys(keys: dict[str, Any]) -> ModuleKeys:
     """Validate the keys. Raises JobError, which lists every wrong one."""
     try:
-        checked = WorkerKeys.model_validate(keys)
+        checked = ModuleKeys.model_validate(keys)
     except ValidationError as error:
         raise JobError("\n".join(explain(error))) from None
     if checked.min_workers != checked.max_workers:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from dp_ray.engine.call_state import Written
 from dp_ray.engine.ship import Apart, what_fails
 from dp_ray.errors import JobError, ModelError
-from dp_ray.tasks.shipped import (
+from dp_ray.serving.shipped import (
     OF_MODULES,
     NotByValue,
     Structure,
@@ -30,7 +30,7 @@ from dp_ray.tasks.shipped import (
     dumped,
     why_odd,
 )
-from dp_ray.tasks.wire import packed, unpacked
+from dp_ray.serving.wire import packed, unpacked
 from dp_ray.tensors.changed import bits_differ
 from dp_ray.tensors.flat import flat
 

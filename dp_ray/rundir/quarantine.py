@@ -47,6 +47,8 @@ RECORDS_JSON = Record[list[BadRecord]](list[BadRecord], hides=False, end="")
 class QuarantineFull(DataError):
     """More samples are bad than the job sets aside; it ends the job, whose next attempt would find them again."""
 
+    comes_back = True
+
 
 @dataclass(eq=False)
 class QuarantineFiles:

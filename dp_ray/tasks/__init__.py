@@ -2,8 +2,7 @@
 
 Begin with `task.py`: `run_task` runs a job's task, from its dataset to its committed files. `train.py`, `predict.py`
 and `evaluate.py` are the tasks, `loop.py` the loop that they share; `setup.py` has what they begin with, and
-`checkpoints.py` what they keep. `own_loop.py` is a training by a loop of the user's. `serve.py` runs the calls of
-parallel modules, and `here.py` those of `workers: 0`; `modes.py` has the caller's settings of torch. `replay.py` runs
-a step again, and `isolation.py` restores the process between jobs.
+`checkpoints.py` what they keep. `own_loop.py` is a training by a loop of the user's. `serve.py` is the task of
+parallel modules, whose calls are in `serving/`.
 The docs begin at docs/contributing/how-it-runs.md.
 """

@@ -11,8 +11,8 @@ from dp_ray.messages import ShardsFound
 from dp_ray.plan.costs import shard_counts
 from dp_ray.plan.split import chunk_sizes
 from dp_ray.tasks.setup import Context, check_same_rows, load_dataset
-from dp_ray.tasks.trial import Data, why_not
 from dp_ray.text import counted
+from dp_ray.trials.memory import Data, why_not
 
 
 def find_shards(context: Context) -> None:

@@ -16,7 +16,7 @@ from dp_ray.engine.loader import StepTimes
 from dp_ray.engine.step import StepEnd, StepOutput
 from dp_ray.messages import Sizes, WorkerTimes
 from dp_ray.plan.split import Shard, Split
-from dp_ray.tasks.profiling import StepProfiler
+from dp_ray.process.profiling import StepProfiler
 from dp_ray.tasks.setup import Context
 from dp_ray.telemetry.shapes import Probe, Recorder, encode_sizes
 from dp_ray.tensors.tree import sizes

@@ -36,8 +36,6 @@ from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Shard
 from dp_ray.records import IGNORE, Record
 from dp_ray.rundir.files import FACTS
-from dp_ray.tasks.measures import check_numbers, of_neighbours, of_updates, read_whole
-from dp_ray.tasks.rows import check_lists, check_sizes, tried
 from dp_ray.tasks.setup import Context
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.ragged import paths_of_texts, without_texts
@@ -49,6 +47,8 @@ from dp_ray.tensors.tree import (
     in_own_memory,
     map_leaves,
 )
+from dp_ray.trials.measures import check_numbers, of_neighbours, of_updates, read_whole
+from dp_ray.trials.rows import check_lists, check_sizes, tried
 
 ROWS = 64  # for the metrics of torchmetrics: of a few rows alone all numbers may be taken for probabilities
 FACTS_JSON = Record[dict[str, Any]](dict[str, Any], FACTS, {}, damaged=IGNORE, unreachable=IGNORE)

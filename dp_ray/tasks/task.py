@@ -15,19 +15,20 @@ from dp_ray.engine.world import Trouble, World, alone, failed_in_group, text_of,
 from dp_ray.errors import Error, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note, Send, StepControl
+from dp_ray.process.determinism import deterministic, of_cublas
+from dp_ray.process.modes import as_in_script
+from dp_ray.process.numerics import check_numerics
 from dp_ray.rundir.claim import kept_modes
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
-from dp_ray.tasks.determinism import deterministic, of_cublas
 from dp_ray.tasks.evaluate import evaluate
 from dp_ray.tasks.find_shards import find_shards
 from dp_ray.tasks.held import Held
-from dp_ray.tasks.modes import as_in_script
-from dp_ray.tasks.numerics import check_numerics
 from dp_ray.tasks.own_loop import train_by_loop
 from dp_ray.tasks.predict import predict_outputs
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import train
+from dp_ray.tasks.views import hold_in_memory
 from dp_ray.text import listed
 
 KERNELS = 256  # for one piece of code; a split has up to four shard sizes, an evaluation as many
@@ -66,6 +67,13 @@ def run_task(
             if failed is None:
                 raise
             raise failed.error() from error
+
+
+def hold_in_advance(job: Job, here: World, run: Storage, held: Held) -> None:
+    """Build what a newcomer will need, while the others train without it."""
+    job = job.for_task()
+    with settings_of(job, here, kept_modes(run)):
+        hold_in_memory(Context(job, here, run, lambda _: None, held=held))
 
 
 @contextmanager

@@ -162,22 +162,14 @@ def test_workers_meet_at_the_store_of_their_own_attempt() -> None:
     played(play())
 
 
-def test_what_workers_serve_ends_for_all_of_them() -> None:
+def test_who_listens_is_woken_by_the_end() -> None:
     async def play() -> None:
         channel = Channel()
         await channel.begin(Terms(1, 2), [b"keys"])
         await channel.receive()
-        ended = await soon(channel.ended(1))
-        assert not ended.done()
         listening = await soon(channel.receive())
         await channel.finish(1)
-        await ended
-        assert await listening == [], "who listens is woken"
-        await channel.begin(Terms(2, 2), [b"keys"])
-        await channel.ended(1)
-        ended = await soon(channel.ended(2))
-        await channel.close()
-        await ended
+        assert await listening == []
 
     played(play())
 

@@ -30,9 +30,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
 
     @contextmanager
-    def fake(
-        keys: WorkerKeys, address: str | None, verbose: bool, server: ForkServer | None, serves: bool = False
-    ) -> Iterator[None]:
+    def fake(keys: WorkerKeys, address: str | None, verbose: bool, server: ForkServer | None) -> Iterator[None]:
         thread = threading.current_thread()
         said.append(f"begins to connect to {address}")
         if address == "nowhere":

@@ -18,7 +18,7 @@ import pytest
 from dp_ray.cluster.internals import forked_worker, quick_start
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.job.job import Job
-from dp_ray.job.keys import WorkerKeys
+from dp_ray.job.keys import ModuleKeys, WorkerKeys
 from dp_ray.system.process import remove_orphans
 
 KEYS = WorkerKeys(workers=2)
@@ -172,7 +172,7 @@ def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -
     assert set(quick_start.imports_of(Job.make({**job, **trains}, "a"))) == {*quick_start.MODULES, "torch._dynamo"}
     assert quick_start.imports_of(Job.make(job, "a")) == quick_start.MODULES
     assert quick_start.imports_of(KEYS) == quick_start.MODULES
-    of_modules = quick_start.imports_of(KEYS, serves=True)
+    of_modules = quick_start.imports_of(ModuleKeys())
     assert "dp_ray.tasks.serve" in of_modules and "dp_ray.tasks.task" not in of_modules
     asks = f"print(*sorted({set(quick_start.OF_TRAINING)!r} & {{*sys.modules}}))"
     code = f"import torch, sys; torch.optim.SGD([torch.ones(1)], 0.1); {asks}"

@@ -313,6 +313,26 @@ def test_several_that_are_lost_of_one_view_count_once() -> None:
     assert (membership.losses, membership.idle_views) == (1, 2)
 
 
+def test_groups_that_fail_with_nobody_lost_are_counted_until_a_step_is_finished() -> None:
+    membership = Membership(2)
+    pair = Member("a", 0), Member("b", 1)
+
+    def fails(progress: int, *losing: Member) -> int:
+        for member in pair:
+            membership.ask(member, progress, has_lost_peer=not losing or member in losing)
+        membership.settle()
+        return membership.failed_views
+
+    assert fails(-1) == 0, "it is the first one"
+    assert [fails(-1, pair[0]), fails(-1), fails(-1, pair[1])] == [1, 2, 3]
+    assert fails(3) == 0
+    assert fails(3) == 1
+    membership.lose([1])
+    membership.ask(pair[0], 3, has_lost_peer=True)
+    membership.settle()
+    assert membership.failed_views == 0
+
+
 def test_those_on_a_drained_node_leave_for_good_after_a_step() -> None:
     membership = Membership(3)
     members = [Member(name, slot, node) for slot, (name, node) in enumerate(zip("abc", "xyy", strict=True))]

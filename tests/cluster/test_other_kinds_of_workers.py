@@ -19,10 +19,10 @@ from torch import nn
 
 import dp_ray
 from dp_ray.cluster.own import OF_PROCESS
-from dp_ray.cluster.serving_messages import Serves
 from dp_ray.errors import JobError
+from dp_ray.messages import Serves
 from dp_ray.parallel.exchange import SharedWorkers
-from dp_ray.tasks.wire import HeldBytes
+from dp_ray.serving.wire import HeldBytes
 from tests.support import ray_forks
 from tests.support.cluster import Cluster, end, free_port
 from tests.support.kinds import LOWEST, lowest_kind
@@ -162,14 +162,16 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
         def replace_second(env: dict[str, str]) -> None:
             """The worker in the place of the second one says that it computes with this in its environment."""
 
-            def take_in(one: Serves) -> None:
-                came.append(one)
-                computes = {**one.place.computes, **env}
-                before(one._replace(place=one.place._replace(computes=computes)))
+            def take_in(one: Any) -> None:
+                if isinstance(one, Serves) and one.name != stays.name:
+                    came.append(one)
+                    computes = {**one.place.computes, **env}
+                    one = one._replace(place=one.place._replace(computes=computes))
+                before(one)
 
             came = list[Serves]()
-            monkeypatch.setattr(pool, "_take_in", take_in)
             stays, lost = pool.members
+            monkeypatch.setattr(pool, "_take_in", take_in)
             os.kill(lost.place.pid, signal.SIGKILL)
             pool.ask({lost: HeldBytes(0)})  # it alone: the other one would wait for it in a collective
             wait_until(lambda: bool(pool.ready()) and bool(came))

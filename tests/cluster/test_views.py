@@ -413,23 +413,39 @@ def test_idle_workers_of_whom_none_is_left_start_again_and_others_are_not_mended
     played(play())
 
 
-def test_those_that_serve_have_a_view_after_the_one_that_they_leave() -> None:
+def test_those_that_serve_leave_a_view_that_is_broken_up_or_ends() -> None:
     async def play() -> None:
         channel = await started(outlives=math.inf)
-        coming = await soon(channel.view_after(1, "", 0))
         await asyncio.gather(asks(channel, A), asks(channel, B), asks(channel, C))
-        assert await coming == ("group", View(1, (A, B, C)))
-        after = await soon(channel.view_after(1, "group", 1))
         await channel.exclude(1, B.name, "it has ended")
         assert await channel.gone(1, ["a", "b", "c"]) == {"b"}
-        assert await beat(channel, A, 1) is Ask.LEAVE_NOW and not after.done()
-        await asyncio.gather(asks(channel, A), asks(channel, C))
-        assert await after == ("group", View(2, (A, C)))
-        await channel.break_up(1)
+        assert await beat(channel, A, 1) is Ask.LEAVE_NOW
+        assert await next_view(channel, A, C) == View(2, (A, C))
+        await channel.break_up(1, 1)
+        assert await beat(channel, A, 2) is Ask.NOTHING, "that view is over"
+        await channel.break_up(1, 2)
         assert await beat(channel, A, 2) is Ask.LEAVE_NOW
-        last = await soon(channel.view_after(1, "group", 2))
+        assert await next_view(channel, A, C) == View(3, (A, C))
+        last = await soon(asks(channel, A))
+        channel._heard[A.name] -= 10.0
+        assert await channel.gone(1, ["a", "c"]) == set(), "it gives no sign while it waits for a view"
         await channel.finish(1)
+        assert await beat(channel, C, 3) is Ask.LEAVE_NOW
         assert await last is None
+
+    played(play())
+
+
+def test_workers_whose_groups_fail_again_and_again_end() -> None:
+    """As where a firewall stands between two nodes: each of them lives, and reaches the driver."""
+
+    async def play() -> None:
+        channel = await begun()
+        for number in range(2, module.VIEWS + 2):
+            views = await asyncio.gather(*(asks(channel, member, lost=True) for member in (A, B, C)))
+            assert {view.number for view in views if isinstance(view, View)} == {number}
+        ends = await asyncio.gather(*(asks(channel, member, lost=True) for member in (A, B, C)))
+        assert len(set(ends)) == 1 and "connections failed in 8 process groups" in str(ends[0])
 
     played(play())
 

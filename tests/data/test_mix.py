@@ -22,10 +22,10 @@ from dp_ray.engine.items import ItemKeys, SampleReader
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.plan.costs import plan_table
 from dp_ray.plan.mixture import MixtureOrder
+from dp_ray.replay.replay import StepChoice
 from dp_ray.results.replayed import Replayed
 from dp_ray.rundir.quarantine import QUARANTINED, merge_quarantine
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import StepChoice
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
 from tests.support.training import IGNORED, Pairs, PartlyLabelled, mlp
 from tests.support.trainings import initial, job_of, keys_of

@@ -18,7 +18,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.in_process import InProcess
-from dp_ray.tasks.wire import HeldBytes
+from dp_ray.serving.wire import HeldBytes
 from tests.support import training
 from tests.support.cluster import Cluster
 from tests.support.trainings import job_of, mean_loss

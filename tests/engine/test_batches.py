@@ -19,7 +19,7 @@ from dp_ray.driver.planning import plan_memory_of
 from dp_ray.engine.bad_samples import not_finite
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.tasks.inspect_step import OF_SHARD
+from dp_ray.replay.inspect_step import OF_SHARD
 from dp_ray.tensors.files import moved_batch
 from dp_ray.tensors.tree import bare_tensors, copied, flatten, holds_objects, map_leaves, with_tensors
 from tests.support.group import StopsBefore, history_of, run_group, weights_of

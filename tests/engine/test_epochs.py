@@ -18,7 +18,7 @@ from dp_ray.errors import DataError
 from dp_ray.job.plan import split_of
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Work
-from dp_ray.tasks.replay import StepChoice
+from dp_ray.replay.replay import StepChoice
 from tests.support import training
 from tests.support.builders import loader_of, run_dir_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of

@@ -11,7 +11,7 @@ from torch import nn
 from dp_ray.engine.step import Metrics, StepOutput, Weighted, build_loss, weighted_sum
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.keys import Target
-from dp_ray.tasks.measures import check_numbers
+from dp_ray.trials.measures import check_numbers
 
 CPU = torch.device("cpu")
 OUTPUTS, TARGET = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2, 1, 0, 1])

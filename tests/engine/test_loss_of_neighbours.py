@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from dp_ray.engine.step import build_loss, total_of
-from dp_ray.tasks.measures import of_neighbours
+from dp_ray.trials.measures import of_neighbours
 from tests.support.group import run_group, weights_of
 from tests.support.trainings import job_of
 

@@ -14,7 +14,7 @@ from torchmetrics import classification, regression, segmentation, text
 
 from dp_ray.engine import world
 from dp_ray.job.job import Job
-from dp_ray.tasks.measures import of_updates, read_whole
+from dp_ray.trials.measures import of_updates, read_whole
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, measured, run_group
 

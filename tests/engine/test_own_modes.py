@@ -21,7 +21,7 @@ from dp_ray.storage import Storage
 from dp_ray.tasks import setup
 from dp_ray.tasks.held import Held
 from dp_ray.tasks.setup import Context, model_to_run
-from dp_ray.tasks.trial import Data, why_not
+from dp_ray.trials.memory import Data, why_not
 from tests.support import own_modes, training
 from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of
 from tests.support.merging import merged

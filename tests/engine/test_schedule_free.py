@@ -15,7 +15,7 @@ from dp_ray.driver.replay import replay
 from dp_ray.engine.optimizer import build_optimizer
 from dp_ray.errors import JobError
 from dp_ray.plan.order import Order
-from dp_ray.tasks.replay import StepChoice
+from dp_ray.replay.replay import StepChoice
 from tests.support import training
 from tests.support.group import StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.schedule_free import plain_schedule_free

@@ -28,9 +28,9 @@ from dp_ray.driver.replay import replay
 from dp_ray.errors import JobError
 from dp_ray.job.files import differences
 from dp_ray.job.job import Job
+from dp_ray.replay.replay import StepChoice
 from dp_ray.results.compare import differing_keys
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import StepChoice
 from tests.support.builders import run_dir_of
 from tests.support.cluster import ROOT
 

@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations
 from dp_ray.engine.call_state import Written
 from dp_ray.errors import ModelError
 from dp_ray.parallel.weights import ModuleWatch, Version
-from dp_ray.tasks.shipped import made
-from dp_ray.tasks.wire import packed
+from dp_ray.serving.shipped import made
+from dp_ray.serving.wire import packed
 from tests.support import parallel_models as models
 
 

@@ -61,7 +61,9 @@ METHODS = "wait_event", "wait_stream", "record_event", "record", "synchronize", 
 FUNCTIONS = "must_align", "torch.cuda.device", "torch.Event.wait"
 # What orders nothing: the times of a step's parts. A task's own thread.
 NO_ORDER = {("engine.clock", "enter", "record")}
-NO_ORDER |= {("tasks.serve", caller, "synchronize") for caller in ("run", "_run")}  # for the milliseconds of a shard
+NO_ORDER |= {
+    ("serving.served", caller, "synchronize") for caller in ("run", "_run")
+}  # for the milliseconds of a shard
 NO_ORDER |= {("tasks.task", "gpus_ready", "device")}
 
 

@@ -22,13 +22,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.engine.user_code import free_memory
 from dp_ray.engine.world import World, form_group, gathered, leave_group
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Measured, Note, StepControl
+from dp_ray.messages import Measured, Note, StepControl, WorkerPlace
 from dp_ray.parallel import module as parallel
 from dp_ray.rundir.ledger import PARTS
+from dp_ray.serving.served import Served
+from dp_ray.serving.wire import ServingWorker, has_left
 from dp_ray.storage import Storage
-from dp_ray.tasks.serve import Served
 from dp_ray.tasks.task import run_task
-from dp_ray.tasks.wire import ServingWorker, WorkerPlace, has_left
 from tests.sim import calls, hanging, jobs, mutants
 from tests.support import parallel_models as models
 from tests.support import simgpu, training

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from dp_ray.driver.replay import replay
+from dp_ray.replay.replay import StepChoice
 from dp_ray.results.replayed import Replayed
-from dp_ray.tasks.replay import StepChoice
 
 
 def replayed(run_dir: Path | str, step: int, shard: int | None = None) -> Replayed:

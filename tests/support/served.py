@@ -13,15 +13,19 @@ from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.own import OF_PROCESS
-from dp_ray.cluster.serving_messages import LeaveView
 from dp_ray.engine.world import World, form_group, leave_group, show_alone
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import Lost, ServingWorker, WorkerPlace, has_left
+from dp_ray.messages import WorkerPlace
+from dp_ray.serving.served import Served
+from dp_ray.serving.wire import Lost, ServingWorker, has_left
 from tests.support.forked import new_process
 from tests.support.forked_python import FORKED
 
 LOCALHOST = "127.0.0.1"
+
+
+class LeaveGroup(NamedTuple):
+    """Leave the group."""
 
 
 class Join(NamedTuple):
@@ -76,7 +80,7 @@ class GlooServing:
     def ready(self) -> list[Process]:
         """Return the members, each lost one replaced, in one group."""
         if self._has_changed:  # who is gone is known before others wait for it
-            self._answers(dict.fromkeys(self.members, LeaveView(0)))
+            self._answers(dict.fromkeys(self.members, LeaveGroup()))
         while len(self.members) < self.keys.max_workers:
             here, there = FORKED.Pipe()
             process = new_process(_serve, there)
@@ -139,7 +143,7 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             match asked:
-                case LeaveView():
+                case LeaveGroup():
                     leave_group()
                     pipe.send(None)
                 case Join():

@@ -14,10 +14,10 @@ import dp_ray
 from dp_ray.cluster.internals.quick_start import SWITCH, forking, is_quick
 from dp_ray.engine.user_code import loader_ended_error
 from dp_ray.job.keys import WorkerKeys
+from dp_ray.process.isolation import isolated
 from dp_ray.system import linux
 from dp_ray.system.process import Process, is_dead, this_process
 from dp_ray.system.threads import handlers_kept
-from dp_ray.tasks.isolation import isolated
 from tests.support.cluster import ROOT
 
 PACKAGE = Path(dp_ray.__file__).parent

@@ -10,8 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dp_ray.driver.replay import replay
 from dp_ray.job.job import Job
+from dp_ray.replay.replay import StepChoice
 from dp_ray.results.replayed import ReplayedLoop
-from dp_ray.tasks.replay import StepChoice
 from tests.support import loops_of_users as users
 from tests.support.builders import run_dir_of
 from tests.support.group import StopsBefore, history_of, run_group, weights_of

@@ -24,7 +24,7 @@ from dp_ray.cluster.internals import forked_worker
 from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.job.job import Job
-from dp_ray.job.keys import WorkerKeys
+from dp_ray.job.keys import ModuleKeys, WorkerKeys
 from dp_ray.system.linux import forks_after_imports
 from dp_ray.system.process import environment, own_folder, patched, short_folder
 
@@ -56,7 +56,7 @@ MODULES = (
 )
 OF_SERVING = (
     "dp_ray.tasks.serve",
-    "dp_ray.tasks.numerics",
+    "dp_ray.process.numerics",
     "dp_ray.job.keys",
     "dp_ray.messages",
     "dp_ray.system.imports",
@@ -98,7 +98,7 @@ def forking_early(keys: WorkerKeys, address: str | None) -> Iterator[ForkServer 
 
 
 @contextmanager
-def forking(keys: WorkerKeys, early: ForkServer | None = None, serves: bool = False) -> Iterator[Path | None]:
+def forking(keys: WorkerKeys, early: ForkServer | None = None) -> Iterator[Path | None]:
     """Start a fork server, or take an early one; gives the path of its socket. What it starts ends with the block.
 
     None with `env`, which has to be set in a worker before torch is imported there.
@@ -113,7 +113,7 @@ def forking(keys: WorkerKeys, early: ForkServer | None = None, serves: bool = Fa
             path = Path(folder) / "fork-server"
             listener.bind(str(path))
             listener.listen(WAITING)
-            with _started(listener, threads, imports_of(keys, serves)):
+            with _started(listener, threads, imports_of(keys)):
                 listener.close()  # so that nobody waits for an answer once the server has ended
                 yield path
 
@@ -123,12 +123,9 @@ def threads_of(keys: WorkerKeys) -> str:
     return os.environ.get(THREADS, str(max(int(keys.cpus_per_worker), 1)))
 
 
-def imports_of(keys: WorkerKeys, serves: bool = False) -> Sequence[str]:
-    """Return the modules to import for a job or, with `serves`, for parallel modules.
-
-    A session does not know yet whether it trains.
-    """
-    if serves:
+def imports_of(keys: WorkerKeys) -> Sequence[str]:
+    """Return the modules to import for a job or for parallel modules; a session does not know yet what it runs."""
+    if isinstance(keys, ModuleKeys):
         return OF_SERVING
     return MODULES + OF_TRAINING if isinstance(keys, Job) and keys.task == "train" else MODULES
 

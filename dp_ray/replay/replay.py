@@ -26,6 +26,15 @@ from dp_ray.job.keys import NamedEval, measured_by
 from dp_ray.job.plan import due_of, split_of, with_schedule
 from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Split, Work
+from dp_ray.replay.inspect_step import (
+    Debug,
+    Findings,
+    InspectedModel,
+    ModulePlace,
+    PassFindings,
+    StepInspection,
+    StepIsThrough,
+)
 from dp_ray.results.replayed import (
     Replayed,
     ReplayedLoop,
@@ -36,15 +45,6 @@ from dp_ray.results.replayed import (
 )
 from dp_ray.rundir.history import StepRows
 from dp_ray.tasks.checkpoints import Training, restored, sample_layout
-from dp_ray.tasks.inspect_step import (
-    Debug,
-    Findings,
-    InspectedModel,
-    ModulePlace,
-    PassFindings,
-    StepInspection,
-    StepIsThrough,
-)
 from dp_ray.tasks.own_loop import Loop, call_loop
 from dp_ray.tasks.preflight import Answers, before_training
 from dp_ray.tasks.setup import Context, load_dataset, unkept_quarantine

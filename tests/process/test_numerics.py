@@ -17,13 +17,13 @@ from dp_ray.driver.verify import _numerics
 from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.errors import JobError
 from dp_ray.messages import Computes, StepControl
+from dp_ray.process.numerics import OtherKind, computes_on, numerics_of
+from dp_ray.replay.replay import StepChoice
 from dp_ray.results.compare import comparison_text, comparison_values, read_compared_run
 from dp_ray.results.result import load
 from dp_ray.rundir.files import ABOUT_JSON
 from dp_ray.storage import Storage
 from dp_ray.system import linux
-from dp_ray.tasks.numerics import OtherKind, computes_on, numerics_of
-from dp_ray.tasks.replay import StepChoice
 from dp_ray.tasks.task import run_task
 from tests.support.forked import Ended, ended, run_job, started
 from tests.support.group import LOCALHOST

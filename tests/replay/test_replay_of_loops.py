@@ -15,8 +15,8 @@ import dp_ray
 from dp_ray.driver.replay import replay
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
+from dp_ray.replay.replay import StepChoice
 from dp_ray.results.replayed import ReplayedLoop, ReplayedPass
-from dp_ray.tasks.replay import StepChoice
 from tests.support import drawn_loops, loops
 from tests.support.builders import run_dir_of
 from tests.support.cli import status_of
@@ -26,7 +26,7 @@ from tests.support.loops import keys_of
 pytestmark = pytest.mark.usefixtures("in_project")
 
 LOOPS = "tests.support.loops"
-HERE = "tests.tasks.test_replay_of_loops"
+HERE = "tests.replay.test_replay_of_loops"
 
 
 def trained(folder: Path, loop: str, *lives: tuple[int, int | None], **keys: Any) -> Path:

@@ -31,7 +31,7 @@ from dp_ray.parallel import module as parallel
 from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.parallel.module import DataParallel
 from dp_ray.plan.order import derive_seed
-from dp_ray.tasks.wire import Forward, HeldBytes
+from dp_ray.serving.wire import Forward, HeldBytes
 from tests.support import parallel_models as models
 from tests.support.cluster import ROOT
 from tests.support.served import Gloo, GlooServing

@@ -21,7 +21,7 @@ import torch
 
 from dp_ray.engine.user_code import free_memory
 from dp_ray.errors import is_installed
-from dp_ray.tasks.settings import restoring
+from dp_ray.process.settings import restoring
 
 END_SECONDS = 2.0  # how long threads and processes of a job may take to end by themselves
 

@@ -26,8 +26,8 @@ import psutil
 import torch
 import torch.utils.checkpoint
 
+from dp_ray.process.determinism import deterministic_algorithms, use_deterministic_algorithms
 from dp_ray.system.linux import cores, run_on
-from dp_ray.tasks.determinism import deterministic_algorithms, use_deterministic_algorithms
 
 # This torch has no such setting, or refuses to read it after user code mixed its two interfaces; or a folder is gone.
 UNKNOWN = "(unknown)"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dp_ray.tasks.isolation import isolated
-from dp_ray.tasks.settings import OF_TORCH, restoring
+from dp_ray.process.isolation import isolated
+from dp_ray.process.settings import OF_TORCH, restoring
 
 C: Any = torch._C
 OVERRIDES: Any = torch.overrides

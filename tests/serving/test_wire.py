@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dp_ray.engine.ship import IN_LINE_BYTES
-from dp_ray.tasks.wire import owned, packed, unpacked
+from dp_ray.serving.wire import owned, packed, unpacked
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.bool, torch.int8]
 

@@ -11,11 +11,11 @@ from torch import nn
 
 import dp_ray
 from dp_ray.job.job import Job
+from dp_ray.process.modes import as_in_script, script_modes
+from dp_ray.process.settings import restoring
 from dp_ray.rundir.files import RUN_JSON
 from dp_ray.storage import Storage
 from dp_ray.system.imports import import_from, own_folders
-from dp_ray.tasks.modes import as_in_script, script_modes
-from dp_ray.tasks.settings import restoring
 from tests.support.cluster import Run
 from tests.support.group import run_group, weights_of
 

@@ -170,7 +170,7 @@ class WritesLargeData(nn.Module):
 
 
 def test_rows_are_those_of_the_state_before_the_step_whatever_forwards_write(tmp_path: Path) -> None:
-    model = {"target": "tests.tasks.test_replay:WritesLargeData"}
+    model = {"target": "tests.replay.test_replay:WritesLargeData"}
     job = job_of(model, "Pairs", workers=1, shards=1, checkpoint={"every_steps": 3})
     found = replayed(trained(job, tmp_path, (1, None)), 4)
     assert found.compared == "bitwise equal"
@@ -188,7 +188,7 @@ class Outliers(Broken):
 @pytest.mark.full(but=["Broken-1234"])
 @pytest.mark.parametrize(("kind", "sample"), [("Broken", 1234), ("Outliers", 4321)])
 def test_a_poisoned_row_in_10000_is_named_first(tmp_path: Path, kind: str, sample: int) -> None:
-    where = "tests.support.bad_data:Broken" if kind == "Broken" else "tests.tasks.test_replay:Outliers"
+    where = "tests.support.bad_data:Broken" if kind == "Broken" else "tests.replay.test_replay:Outliers"
     bad = {"nan": [1234]} if kind == "Broken" else {}
     data = {"target": where, "args": {"length": 10_000, **bad}}
     run = in_process(tmp_path, dataset=data, batch_size=10_000, shards=4)
@@ -209,7 +209,7 @@ def test_a_poisoned_row_in_10000_is_named_first(tmp_path: Path, kind: str, sampl
 
 
 def test_only_a_shard(tmp_path: Path) -> None:
-    run = in_process(tmp_path, shards=3, bitwise=True, model="tests.tasks.test_replay:Counted")
+    run = in_process(tmp_path, shards=3, bitwise=True, model="tests.replay.test_replay:Counted")
     whole, Counted.rows = replayed(run, 2), []
     found = replayed(run, 2, shard=1)
     assert {row.shard for row in found.rows} == {1} and found.loss is None
@@ -249,7 +249,7 @@ class Rooted(nn.Module):
 
 
 def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    run = in_process(tmp_path, model="tests.tasks.test_replay:Rooted", max_steps=2)
+    run = in_process(tmp_path, model="tests.replay.test_replay:Rooted", max_steps=2)
     first, second = replayed(run, 0), replayed(run, 1)
     assert first.output is None and first.gradient is not None and math.isfinite(first.loss or math.nan)
     assert (first.gradient["module"], first.gradient["what"]) == ("body", "gradient of the output")
@@ -264,7 +264,7 @@ def per_row(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"loss": "tests.tasks.test_replay:per_row"}, "what the loss returned for each row"),
+        ({"loss": "tests.replay.test_replay:per_row"}, "what the loss returned for each row"),
         ({}, "the loss of each row's outputs and target, one row at a time"),
     ],
 )
@@ -387,7 +387,7 @@ def test_the_debugger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "'on Sequential'" in capsys.readouterr().err
 
     with pytest.raises(ModelError, match="row of sample 30"):
-        in_process(tmp_path, name="raises", model="tests.tasks.test_replay:Raises", shuffle=False)
+        in_process(tmp_path, name="raises", model="tests.replay.test_replay:Raises", shuffle=False)
     answers[:] = ["p secret", "q"]
     assert status_of(monkeypatch, "replay", str(tmp_path / "raises"), "--step", "7", "--pdb") == 1
     assert not answers and "42" in capsys.readouterr().err.splitlines()
@@ -415,7 +415,7 @@ def test_evaluations_that_round_the_weights_do_so_again(tmp_path: Path, several:
     evaluation = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 20}}, "every_steps": 2}
     keys: dict[str, Any] = {"eval": {"a": evaluation, "a_b": evaluation} if several else evaluation}
     keys |= {"checkpoint": {"every_steps": 100}, "bitwise": True, "shards": 2, "batch_size": 35}
-    keys |= {"loss": None, "step": "tests.tasks.test_replay:step_alone"}
+    keys |= {"loss": None, "step": "tests.replay.test_replay:step_alone"}
     job = job_of({"target": "tests.support.own_modes:rounds"}, workers=1, **keys)
     run = trained(job.model_copy(update={"epochs": 4}), tmp_path, (1, None))
     found = replayed(run, 11)

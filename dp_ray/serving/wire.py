@@ -4,6 +4,7 @@
 tensor([1., 1.], dtype=torch.bfloat16)
 """
 
+import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -15,22 +16,13 @@ from dp_ray.engine.call_state import Written
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.ship import IN_LINE_BYTES
 from dp_ray.engine.world import is_gpu
-from dp_ray.tasks.modes import Modes
-from dp_ray.tasks.shipped import Structure, TensorForm
+from dp_ray.messages import WorkerPlace
+from dp_ray.process.modes import Modes
+from dp_ray.serving.shipped import Structure, TensorForm
 from dp_ray.tensors.flat import FlatLayout, Form, HasForm, as_bytes
 
 Bytes: TypeAlias = np.typing.NDArray[np.uint8] | bytearray
 ADDS_NOTHING = -0.0  # added to any number, it changes no bit
-
-
-class WorkerPlace(NamedTuple):
-    """Where a worker runs."""
-
-    node: str  # its address
-    node_id: str
-    pid: int
-    device: str
-    computes: Mapping[str, str]  # by which workers give the same bits, or not
 
 
 @dataclass(eq=False)
@@ -234,6 +226,31 @@ class PeerLost:
     """A collective failed, since another worker is gone; this worker has left the group."""
 
     line: str
+
+
+def framed(value: Any) -> Any:
+    """Return a value as bytes, or as a list of bytes and large arrays, which Ray ships in little time.
+
+    Its classes must be ones that can be imported.
+    """
+    large: list[Any] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < IN_LINE_BYTES:
+            return True
+        large.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    head = pickle.dumps(value, 5, buffer_callback=is_small)
+    return [head, *large] if large else head
+
+
+def unframed(given: Any) -> Any:
+    """Return the value that was framed; its large arrays must not be written to."""
+    if isinstance(given, bytes):
+        return pickle.loads(given)
+    return pickle.loads(given[0], buffers=given[1:])
 
 
 def has_left(answer: Any) -> bool:

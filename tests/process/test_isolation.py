@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
-from dp_ray.tasks import isolation
-from dp_ray.tasks.isolation import isolated
+from dp_ray.process import isolation
+from dp_ray.process.isolation import isolated
 from tests.support.cluster import ROOT
 from tests.support.messy import Messy, settings
 
@@ -65,7 +65,7 @@ def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_compiles_nothing_does_not_wait_for_torchs_compiler() -> None:
     """Its import takes as long as that of torch, on each worker."""
-    code = "from dp_ray.tasks.isolation import isolated\nwith isolated():\n    pass\n"
+    code = "from dp_ray.process.isolation import isolated\nwith isolated():\n    pass\n"
     code += (
         "import sys; print([name for name in sys.modules if name.startswith(('torch._dynamo', 'torch._inductor'))])"
     )
@@ -112,7 +112,7 @@ SERVED = """
 import multiprocessing, os
 
 if __name__ == "__main__":
-    from dp_ray.tasks.isolation import isolated  # here, for each child imports this file
+    from dp_ray.process.isolation import isolated  # here, for each child imports this file
 
     for _ in range(2):
         with isolated() as remains:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.tasks.determinism import deterministic
-from dp_ray.tasks.settings import OF_SCRIPT, PRECISION, UNKNOWN
+from dp_ray.process.determinism import deterministic
+from dp_ray.process.settings import OF_SCRIPT, PRECISION, UNKNOWN
 
 
 @dataclass(frozen=True)

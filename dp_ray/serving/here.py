@@ -11,8 +11,9 @@ import torch
 from dp_ray.engine.random import preserved
 from dp_ray.engine.ship import PicklerHere
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.tasks.serve import Served
-from dp_ray.tasks.wire import ServingWorker, WorkerPlace
+from dp_ray.messages import WorkerPlace
+from dp_ray.serving.served import Served
+from dp_ray.serving.wire import ServingWorker
 
 
 class ServingHere:
