@@ -384,7 +384,8 @@ class Channel:
                 return None
             is_in = self._membership is membership and membership.view.rank(member.name) is not None
             if membership.failed_views > VIEWS:
-                return f"the workers live, but their connections failed in {VIEWS} process groups, one after another"
+                says = f"their connections failed in {VIEWS} process groups, one after another"
+                return f"the workers live, but {says}: see the network between their nodes"
             return membership.view if may_ask and is_in else OUT
 
     async def is_out(self, name: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 from ray.cloudpickle import CloudPickler
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.cluster.channel import GROUP, WorkerConfig, send
+from dp_ray.cluster.channel import GROUP, OUT, WorkerConfig, send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.membership import Member, View
 from dp_ray.engine.user_code import free_memory
@@ -158,15 +158,17 @@ def next_view(
     """Ask for the next view; return it, this worker's place in it, and how many of its workers are on this node.
 
     `progress` counts what this worker has finished, -1: it is a newcomer. None if what runs has ended. Raises
-    WorkerExit if this worker is to end, as where the others go on without it.
+    WorkerExit if the others go on without this worker, and WorkerError, with the reason, if all are to end.
     """
     member = Member(worker.name, here.rank, worker.node_id)
     given = worker.number, os.environ[GROUP], member, progress, has_lost_peer, here.world_size
     view: View | str | None = ray.get(worker.channel.ask.remote(*given))
     if view is None:
         return None
+    if view == OUT:
+        raise WorkerExit(Ending.LOST_PEER, OUT, False)
     if isinstance(view, str):
-        raise WorkerExit(Ending.LOST_PEER, view, False)
+        raise WorkerError(view)
     at = view.place(member.name)
     world = replace(here, rank=at.rank, world_size=at.world_size, local_rank=at.local_rank, node_rank=at.node_rank)
     return view, world, at.local_world_size

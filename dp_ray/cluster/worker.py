@@ -92,7 +92,11 @@ def run_in_views(
         held = None if terms.outlives is None else task.Held()
         if held is not None and ray.get(worker.channel.has_views.remote(worker.number, os.environ[GROUP])):
             task.hold_in_advance(assigned.job, here, Storage(assigned.run_dir), held)
-    while (given := next_view(worker, here, -1 if held is None else held.finished, has_lost_peer)) is not None:
+    while True:
+        with reported_errors(worker, attempt, here, lambda: False):
+            given = next_view(worker, here, -1 if held is None else held.finished, has_lost_peer)
+        if given is None:
+            return None if terms.has_steps else (attempt, here.rank, False)
         view, world, on_node = given
         prints.move(world)
         of_view = f"{attempt}-{view.number}"
@@ -104,7 +108,6 @@ def run_in_views(
         leave_view(has_lost_peer)
         if isinstance(ended, bool):
             return of_view, world.rank, ended
-    return None if terms.has_steps else (attempt, here.rank, False)
 
 
 def assignment_of(packed: Any, here: World) -> tuple[Assignment, World]:
@@ -252,6 +255,8 @@ def reported_errors(
     """
     try:
         yield
+    except WorkerExit:
+        raise
     except StopRequested as stopped:
         raise WorkerExit(Ending.STOPPED, str(stopped), True) from None
     except BaseException as error:

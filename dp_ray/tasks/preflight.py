@@ -47,8 +47,9 @@ from dp_ray.tensors.tree import (
     in_own_memory,
     map_leaves,
 )
+from dp_ray.text import counted
 from dp_ray.trials.measures import check_numbers, of_neighbours, of_updates, read_whole
-from dp_ray.trials.rows import check_lists, check_sizes, tried
+from dp_ray.trials.rows import check_lists, check_sizes, other_rows, tried
 
 ROWS = 64  # for the metrics of torchmetrics: of a few rows alone all numbers may be taken for probabilities
 FACTS_JSON = Record[dict[str, Any]](dict[str, Any], FACTS, {}, damaged=IGNORE, unreachable=IGNORE)
@@ -85,7 +86,7 @@ class Answers:
     def _key(self, question: str) -> str:
         """Return a question with all that its answer depends on."""
         job, device = self._context.job, self._context.world.device
-        on = [job.fingerprint(), job.flops, device.type, job.precision, self._context.world.world_size > 1]
+        on = [job.fingerprint(), job.flops, device.type, job.precision]
         return f"{question} {hashlib.sha256(json.dumps(on).encode()).hexdigest()[:16]}"
 
     def get(self, question: str) -> Facts | None:
@@ -371,7 +372,7 @@ def _of_batch(
     Raises ModelError for one that has rows in another dimension, and for a constant that depends on the rows.
     """
     shard, rows = first.shard, first.shard.rows
-    if job.num_shards == 1 or rows < 2:  # one shard is the whole batch
+    if job.num_shards == 1:  # it is the whole batch
         return Facts()
     if why_not:
         return Facts(says=_only_sizes(job, why_not))
@@ -392,8 +393,8 @@ def _of_batch(
             continue
         if less.size == less.less:
             raise ModelError(
-                f"step {shard.step}: {output_at(path)} has no row for each sample, and is another one with {rows} "
-                f"rows of shard {shard.shard} than with {rows - 1}: {OF_ROWS}"
+                f"step {shard.step}: {output_at(path)} has no row for each sample, and is another one with "
+                f"{counted(rows, 'row')} of shard {shard.shard} than with {other_rows(rows)}: {OF_ROWS}"
             )
         raise ModelError(f"{location(shard)}: {output_at(path)} {less.misfit(rows, job.batch_dim, LEAVE_OUT)}")
     known = {path: follow for path, follow in follows.items() if follow is not None}

@@ -31,15 +31,20 @@ from dp_ray.tensors.tree import (
     quoted,
     unflatten,
 )
-from dp_ray.text import listed
+from dp_ray.text import counted, listed
 
 NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
 
 Size = tuple[int, ...]
 
 
+def other_rows(rows: int) -> int:
+    """Return with how many rows a shard is compared: with one row less, of one row with that twice."""
+    return rows - 1 or 2
+
+
 class Less(NamedTuple):
-    """A part of a shard's outputs: its size, that with one row less, and whether it is the same to the bit then.
+    """A part of a shard's outputs: its size, that with other rows, and whether it is the same to the bit then.
 
     A number or an object has no size.
     """
@@ -52,19 +57,20 @@ class Less(NamedTuple):
         """Return whether it has its `rows` rows in the dimension for them; None if the sizes do not show it."""
         if self.size is None or self.less is None:
             return False
-        dim = row_dim(self.size, batch_dim)
-        if dim is None or self.size[dim] != rows:
+        dim, is_squeezed = row_dim(self.size, batch_dim), len(self.less) != len(self.size)
+        if (dim is None or self.size[dim] != rows) and not (is_squeezed and rows == 1):
             return False
-        if len(self.less) != len(self.size):
+        if dim is None or is_squeezed:
             return None  # models squeeze: of a single row they leave out each dimension that has become 1
-        return self.less[dim] == rows - 1
+        return self.less[dim] == other_rows(rows)
 
     def misfit(self, rows: int, batch_dim: int, leave_out: str) -> str:
         """Describe an output that does not follow the rows, and how to change it; `leave_out` is one way."""
         assert self.size is not None and self.less is not None
         pairs = enumerate(zip(self.size, self.less, strict=False))
-        there = [at for at, pair in pairs if pair == (rows, rows - 1)]
-        says = f"has the size {list(self.size)} with {rows} rows, and {list(self.less)} with {rows - 1}"
+        other = other_rows(rows)
+        there = [at for at, pair in pairs if pair == (rows, other)]
+        says = f"has the size {list(self.size)} with {counted(rows, 'row')}, and {list(self.less)} with {other}"
         if not there:
             return f"{says}: so it does not have a row for each sample; {leave_out}"
         return (

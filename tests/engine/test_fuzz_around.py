@@ -88,6 +88,9 @@ FITS: dict[str, Any] = {  # each shard has as many rows as there are prototypes
 }
 
 
+# What goes on with other workers begins with a batch of one row.
+SINGLE = {**FITS, "has": ["over"], "rows": 17, "batch_size": 16, "shards": 4, "workers": [1, 2], "stops": 1}
+
 # A generator of torch, which torch by itself sends to no process that is not forked.
 SENT: dict[str, Any] = {**FITS, "has": [], "processes": 2, "draws": ("compose", "torch", "whole")}
 
@@ -95,6 +98,7 @@ SENT: dict[str, Any] = {**FITS, "has": [], "processes": 2, "draws": ("compose", 
 @pytest.mark.slow
 @given(case=cases())
 @example(case=FITS)
+@example(case=SINGLE)
 @example(case=SENT)
 @settings(max_examples=handful(40), suppress_health_check=list(HealthCheck))
 def test_what_is_around_a_model_is_that_of_one_plain_process(case: dict[str, Any]) -> None:

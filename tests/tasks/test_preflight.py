@@ -73,6 +73,22 @@ def prediction(folder: Path, **keys: Any) -> Job:
     return Job.make({**given, "outputs": {"keep": ["near", "names"]}, **keys}, "job")
 
 
+class Tempered(nn.Module):
+    """A temperature of one number beside the outputs: as long as a shard of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(6, 4), nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return {"logits": self.layer(inputs), "temperature": self.temperature.exp()}
+
+
+def tempered(outputs: Any, target: torch.Tensor) -> torch.Tensor:
+    assert outputs["temperature"].shape == (1,), "not one for each row"
+    return nn.functional.cross_entropy(outputs["logits"] / outputs["temperature"], target)
+
+
 def forwards(folder: Path) -> Counter[str]:
     """How often each rank ran so many rows; the file is empty again."""
     file = folder / "forwards"
@@ -118,6 +134,25 @@ def test_a_training_that_goes_on_asks_nothing_again(tmp_path: Path) -> None:
     assert {line.split()[1] for line in forwards(tmp_path)} == {"3"}
     assert facts(tmp_path) == known
     assert [message.flops.per_row for message in told if isinstance(message, FlopsCounted)] == [known[0]["flops"][0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 3])
+def test_shards_of_one_row_tell_by_that_row_twice_which_outputs_have_rows(tmp_path: Path, workers: int) -> None:
+    keys = {"model": f"{HERE}:Tempered", "loss": {"target": f"{HERE}:tempered", "over": "batch"}}
+    run_group(training(tmp_path, workers=workers, batch_size=3, **keys), tmp_path / "run")
+    assert facts(tmp_path)[0]["rows"] == {"0.logits": True, "0.temperature": False, "1": True}
+    torch.manual_seed(0)
+    module, rows, losses = Tempered(), Rows(), []
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    for _ in range(2):
+        for start in range(0, 24, 3):
+            optimizer.zero_grad()
+            loss = tempered(module(rows.inputs[start : start + 3]), rows.classes[start : start + 3])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+    assert [row["loss"] for row in history_of(tmp_path / "run")] == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.slow
