@@ -21,6 +21,7 @@ ORDER += [
     "driver",
     "sweeps",
     "places",
+    "remote",
     "cli",
 ]
 ORDER += ["__main__"]
