@@ -46,16 +46,6 @@ class WorkerDemand:
         """Return how many workers fit on nodes with these resources, at most `max_workers`."""
         return min(self.max_workers, capacity_for(self.each, nodes, self.placement, self.accelerator_type))
 
-    def without_broken(
-        self, nodes: Mapping[str, dict[str, float]], broken: Collection[str]
-    ) -> Mapping[str, dict[str, float]]:
-        """Return the nodes, by id, without those with a broken GPU if the others have room for enough workers.
-
-        Else all of them: a GPU may compute again once it has a new process.
-        """
-        others = {node: resources for node, resources in nodes.items() if node not in broken}
-        return others if self.capacity(list(others.values())) >= self.min_workers else nodes
-
 
 @dataclass(frozen=True)
 class Idle:
@@ -145,14 +135,12 @@ def _start_or_wait(idle: Idle, now: float) -> ScalingDecision:
     """
     wanted, waited = idle.wanted, now - idle.waiting_since
     if idle.capacity >= wanted.min_workers:
-        if idle.capacity == max(wanted.min_workers, idle.idle_capacity):
+        is_all = idle.capacity == max(wanted.min_workers, idle.idle_capacity)
+        if is_all or waited > SETTLE_SECONDS:
             return ScalingDecision(Resize.START, idle.capacity)
-        if waited > SETTLE_SECONDS:
-            return ScalingDecision(Resize.START, idle.capacity)
+        return ScalingDecision(Resize.WAIT)
     if idle.may_hold and idle.idle_capacity >= wanted.min_workers and waited > 2 * SETTLE_SECONDS:
         return ScalingDecision(Resize.START, wanted.min_workers)
-    if idle.capacity >= wanted.min_workers:
-        return ScalingDecision(Resize.WAIT)
     return _lack_capacity(idle, now)
 
 
@@ -369,8 +357,7 @@ def _after_run(failure: WorkersFailed, snapshot: Snapshot, memory: Memory) -> Re
     if failure.of(Ending.STOPPED):
         kind = IncidentKind.PREEMPTION if request.drains else IncidentKind.RESIZE
         return RestartDecision(Restart.RESTART, memory, Interrupted(kind, request.text, ()))
-    what = _each(end.first_line for end in failure.ended.values())
-    return _retry(memory, Interrupted(IncidentKind.NETWORK, what, ranks(failure.ended)))
+    return _retry(memory, Interrupted(IncidentKind.NETWORK, what_failed(failure), ranks(failure.ended)))
 
 
 def _after_error(error: WorkerExit, ranks: tuple[int, ...], memory: Memory) -> RestartDecision:

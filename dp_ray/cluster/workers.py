@@ -53,7 +53,7 @@ with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever
     from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
     from dp_ray.cluster.internals.trainer import ControlledTrainer
     from dp_ray.cluster.loop import train_loop_per_worker
-    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, answers_at
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, answers_at, nodes_that_answer
 
 if TYPE_CHECKING:  # what jobs need: workers that serve modules start without it
     from dp_ray.monitor.faults import Faults
@@ -115,7 +115,8 @@ class Reached:
 
     def lost(self, error: ray.exceptions.RayError) -> Error:
         """Return the error of a process that the driver has lost: with the cluster, or alone."""
-        if not self.is_cut_off.is_set() and self._answers():
+        is_there = not self.is_cut_off.is_set() and head_answers(self.address) and answers_at(self.node)
+        if is_there:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return WorkerError(
                 f"the process on this node that connects the driver with the workers was lost: {first}"
@@ -127,10 +128,6 @@ class Reached:
             f"the Ray at {self.address} was lost: it no longer answers ({why}); "
             "run the job again once there is a Ray: it resumes"
         )
-
-    def _answers(self) -> bool:
-        """Return whether the head answers, and the raylet of this node."""
-        return head_answers(self.address) and answers_at(self.node)
 
 
 @dataclass(eq=False)
@@ -475,7 +472,7 @@ class RayNodeControl(NodeControl):
 
     def is_gone(self, node_id: str) -> bool:
         """Return whether a node is not alive by Ray's list, or does not take a connection."""
-        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
+        return not nodes_that_answer({node_id})
 
 
 def end_process(pid: int) -> None:

@@ -409,8 +409,8 @@ def test_env_reaches_the_workers_before_torch_is_imported_and_is_not_kept(
 @pytest.mark.slow
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
     """`ray up` checks a cluster file against its own schema before it does anything."""
-    code = "import yaml; from dp_ray.cluster.internals.core import check_cluster_file\n"
-    code += "check_cluster_file(yaml.safe_load(open('cluster.yaml')))"
+    code = "import yaml; from ray.autoscaler._private.util import prepare_config, validate_config\n"
+    code += "validate_config(prepare_config(yaml.safe_load(open('cluster.yaml'))))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -7,7 +7,7 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -71,16 +71,25 @@ def give_token() -> None:
 
 
 @contextmanager
-def without_signal_handlers() -> Iterator[None]:
-    """Within the block, `ray.init` sets no handlers of signals: neither for SIGTERM in Python, nor for failures in C.
+def connecting(shown: Sequence[str] | None, heeds_uv: bool) -> Iterator[None]:
+    """Within the block, `ray.init` sets no handlers of signals, and has the dashboard show a command line `shown`.
 
-    Those in C are for SIGTERM too, from the midst of `ray.init` on, for all threads: they print stacks, and 3 s later
-    abort the process. For a crash, Python's faulthandler prints them, which Ray turns on.
-    Public: RAY_DISABLE_FAILURE_SIGNAL_HANDLER, which Ray reads when it is imported, and its own processes would have.
+    The handlers in C are for SIGTERM too, from the midst of `ray.init` on, for all threads: they print stacks, and
+    3 s later abort the process. For a crash, Python's faulthandler prints them, which Ray turns on.
+
+    Unless it `heeds_uv`, or the user has set Ray's variable, a driver under `uv run` connects as any other does. Ray
+    would start each worker by the driver's `uv run` line, in a copy of the working directory: another environment, or
+    none where uv is not found or its lock file was left out. Such workers never come, and Ray tells nobody.
+
+    Public: none for the command line; for the rest Ray's variables, which it reads when it is imported.
     """
+    constants, utils = ray._private.ray_constants, ray._private.utils
+    takes_uv = heeds_uv or UV_RUN in os.environ
     with (
-        patched(ray._private.ray_constants, RAY_DISABLE_FAILURE_SIGNAL_HANDLER=True),
-        patched(ray._private.utils, set_sigterm_handler=lambda _: None),
+        patched(constants, RAY_DISABLE_FAILURE_SIGNAL_HANDLER=True),
+        patched(utils, set_sigterm_handler=lambda _: None),
+        nullcontext() if takes_uv else patched(constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False),
+        patched(utils, get_entrypoint_name=lambda: shlex.join(shown)) if shown else nullcontext(),
     ):
         yield
 
@@ -117,11 +126,6 @@ def head_answers(address: str, seconds: float = CONNECT_SECONDS) -> bool:
     return False
 
 
-def shows_token() -> bool:
-    """Return whether this process shows a token to its Ray, and demands it from all that calls it. Public: none."""
-    return bool(ray._raylet.AuthenticationTokenLoader.instance().has_token())
-
-
 def put_apart(value: Any) -> Any:
     """Do `ray.put` with a reference that no other Ray of this process has given out. Public: none.
 
@@ -149,31 +153,17 @@ def raylets_hushed(verbose: bool) -> AbstractContextManager[None]:
     return patched(ray._private.worker, _worker_logs_enabled=verbose)
 
 
-def shown_as(arguments: Sequence[str] | None) -> AbstractContextManager[None]:
-    """Have Ray's dashboard and logs show `arguments` as this driver's command line. Public: none."""
-    if arguments is None:
-        return nullcontext()
-    return patched(ray._private.utils, get_entrypoint_name=lambda: shlex.join(arguments))
-
-
-def workers_without_uv() -> AbstractContextManager[None]:
-    """Within the block, a driver under `uv run` connects as any other does, unless the user has set Ray's variable.
-
-    Ray would start each worker by the driver's `uv run` line, in a copy of the working directory: another
-    environment, or none where uv is not found or its lock file was left out. Such workers never come, and Ray tells
-    nobody. Public: Ray's variable, which Ray reads when it is imported, and by then it may be.
-    """
-    if UV_RUN in os.environ:
-        return nullcontext()
-    return patched(ray._private.ray_constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False)
-
-
-def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:
-    """Remove Ray's variables from an environment, except the names to keep, and have Ray read the rest again."""
-    for key in environment.keys() - set(keep):
-        if key.startswith(VARIABLES) or key == "PYTHONBREAKPOINT":
-            del environment[key]
-    read_variables_anew()
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Undo what Ray leaves in os.environ while the block runs, and have Ray read the rest again."""
+    before = set(os.environ)
+    try:
+        yield
+    finally:
+        for key in os.environ.keys() - before:
+            if key.startswith(VARIABLES) or key == "PYTHONBREAKPOINT":
+                del os.environ[key]
+        read_variables_anew()
 
 
 def read_variables_anew() -> None:
@@ -261,13 +251,6 @@ def label_of(*node_ids: str) -> dict[str, str]:
     return {ray._raylet.RAY_NODE_ID_KEY: node_ids[0] if len(node_ids) == 1 else f"in({','.join(node_ids)})"}
 
 
-def check_cluster_file(config: dict[str, Any]) -> None:
-    """Raise if `ray up` would reject a cluster file. Public: none; `ray up` itself starts machines."""
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    validate_config(prepare_config(config))
-
-
 def drain_this_node(seconds: float | None) -> str | None:
     """Tell Ray that this node will be taken away; return why Ray refuses, else None. Public: `ray drain-node`."""
     deadline = 0 if seconds is None else time.time_ns() // 10**6 + round(seconds * 1000)
@@ -316,10 +299,7 @@ def own_log_folder() -> Path:
 
     Ray's dashboard serves the files of this folder, and follows links in it. Public: none.
     """
-    log = Path(linux.path_of_stdout())
-    if not log.name.startswith("job-driver-"):
-        raise RuntimeError(f"a submitted job prints to its log, and this process to {log}")
-    return log.parent
+    return Path(linux.path_of_stdout()).parent
 
 
 @contextmanager
