@@ -54,7 +54,7 @@ def submit(job_file: str, address: str, **flags: Any) -> None:
         raise JobError(
             f"{job_file}: is not below {Path.cwd()}, the folder that is sent to the cluster; stand above it"
         )
-    from dp_ray.cluster.ray_version import check_ray
+    from dp_ray.before_ray.ray_version import check_ray
 
     check_ray()
     from dp_ray.remote.submit import submit_and_follow

@@ -21,6 +21,8 @@ import ray
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dp_ray.before_ray.ray_version import unknown_ray
+from dp_ray.before_ray.variables import TRAIN_ENVIRONMENT
 from dp_ray.cluster.channel import RUN_JOB, SERVE, STOP, Terms, WorkerConfig, encoded, open_channel, receive
 from dp_ray.cluster.connect import (
     check_fits,
@@ -28,8 +30,6 @@ from dp_ray.cluster.connect import (
     worker_resources,
 )
 from dp_ray.cluster.decisions import WorkerDemand
-from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
-from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.cluster.resources import Resources, resources_text
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.devices import check_machine

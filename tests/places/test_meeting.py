@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
+from dp_ray.before_ray.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
 from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places import meeting
 from dp_ray.places.launchers import HostPlace

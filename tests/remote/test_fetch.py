@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import dp_ray
-from dp_ray.cluster.internals.variables import VARIABLES
+from dp_ray.before_ray.variables import VARIABLES
 from dp_ray.driver.from_run import follow_up
 from dp_ray.errors import ClusterError, Error, JobError, StorageError
 from dp_ray.remote import fetch as fetching

@@ -18,9 +18,9 @@ import torch
 import benchmarks.__main__
 import benchmarks.gpu
 import benchmarks.many
+from dp_ray.before_ray.variables import AUTH_MODE
 from dp_ray.cli import main
 from dp_ray.cli.options import KeyOptions
-from dp_ray.cluster.internals.variables import AUTH_MODE
 from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
 from tests.support.cluster import ROOT

@@ -16,6 +16,7 @@ ORDER += [
     "tasks",
     "report",
     "monitor",
+    "before_ray",
     "cluster",
     "parallel",
     "driver",

@@ -9,6 +9,6 @@ try a new Ray.
 Every worker imports these modules, so slow imports, such as grpc, are inside the functions that need them.
 """
 
-from dp_ray.cluster.ray_version import check_ray
+from dp_ray.before_ray.ray_version import check_ray
 
 check_ray()  # before any module of this package imports Ray

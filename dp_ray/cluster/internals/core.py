@@ -27,7 +27,7 @@ from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV
 from ray._private.runtime_env import packaging
 from ray.core.generated import autoscaler_pb2
 
-from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
+from dp_ray.before_ray.variables import AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
 from dp_ray.system import linux
 from dp_ray.system.process import patched
