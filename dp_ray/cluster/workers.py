@@ -31,7 +31,6 @@ from dp_ray.cluster.connect import (
 )
 from dp_ray.cluster.decisions import WorkerDemand
 from dp_ray.cluster.resources import Resources, resources_text
-from dp_ray.engine.clock import PARTS
 from dp_ray.engine.devices import check_machine
 from dp_ray.engine.ship import check_packs, refused, shipment
 from dp_ray.errors import ClusterLost, Error, WorkerError
@@ -40,7 +39,7 @@ from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, GaveUp, Note, StopRequested, WorkerReady, beat_interval, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
-from dp_ray.rundir.history import is_measured
+from dp_ray.monitor.gauges import GAUGES, values_of
 from dp_ray.system.imports import own_folders, postponed
 from dp_ray.system.process import environment
 from dp_ray.system.threads import repeated
@@ -482,18 +481,6 @@ def end_process(pid: int) -> None:
 
 
 GAUGE_SECONDS = 2.0  # Ray itself reports every 10 s
-# Ray puts `ray_` before each name. Every gauge has the tag `run`, and those that stand here.
-GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "dp_ray_running": ("1 while the run goes on, then 0", ()),
-    "dp_ray_step": ("steps that all workers have finished", ()),
-    "dp_ray_steps": ("steps of the whole run", ()),
-    "dp_ray_progress": ("share of the steps that are finished", ()),
-    "dp_ray_rows_per_second": ("rows that all workers finish in a second", ()),
-    "dp_ray_workers": ("workers of the current attempt", ()),
-    "dp_ray_interruptions": ("interruptions so far", ()),
-    "dp_ray_metric": ("last value of the loss, a metric or an evaluation", ("metric",)),
-    "dp_ray_step_part_seconds": ("seconds of a part of the newest steps, mean of the workers", ("part",)),
-}
 
 
 @contextmanager
@@ -518,22 +505,3 @@ def gauged(run: str, progress: Progress, interruptions: Callable[[], int]) -> It
 def exports_metrics() -> bool:
     """Return whether any node has an agent that exports metrics; the nodes of an embedded Ray have none."""
     return any(node["Alive"] and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
-
-
-def values_of(
-    progress: Progress, interruptions: int, is_running: bool
-) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """Yield the name, the tags besides `run`, and the value of each gauge that has one."""
-    yield "dp_ray_running", {}, float(is_running)
-    yield "dp_ray_step", {}, progress.step
-    yield "dp_ray_steps", {}, progress.steps
-    yield "dp_ray_progress", {}, progress.step / max(1, progress.steps)
-    yield "dp_ray_rows_per_second", {}, progress.rows_per_second if is_running else 0.0
-    yield "dp_ray_workers", {}, len(progress.workers) if is_running else 0
-    yield "dp_ray_interruptions", {}, interruptions
-    for name, value in progress.last.items():
-        if is_measured(name) and value is not None and math.isfinite(value):
-            yield "dp_ray_metric", {"metric": name}, value
-    each = list(progress.seconds.values())
-    for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):
-        yield "dp_ray_step_part_seconds", {"part": part}, math.fsum(seconds) / len(each)
