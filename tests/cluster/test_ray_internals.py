@@ -43,7 +43,11 @@ from tests.support.within import within
 
 RAY = Path(ray.__file__).parent
 PACKAGE = Path(dp_ray.__file__).parent
-WALL = (PACKAGE / "cluster" / "internals", PACKAGE / "before_ray")
+WALL = {
+    *PACKAGE.glob("cluster/internals/*.py"),
+    *PACKAGE.glob("before_ray/*.py"),
+    PACKAGE / "remote" / "internals.py",
+}
 FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
 ALLOWED = {
     ("dp_ray/cli/options.py", "RAY_ADDRESS"),  # documented; it stands in the command line's help, which loads no Ray
@@ -381,13 +385,9 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def files_of_the_wall() -> list[Path]:
-    return sorted(path for folder in WALL for path in folder.glob("*.py"))
-
-
 def nodes_of_the_wall() -> Iterator[ast.AST]:
     """All nodes of the wall's modules."""
-    for path in files_of_the_wall():
+    for path in sorted(WALL):
         yield from nodes_of(path)
 
 
@@ -443,7 +443,7 @@ def private_names(source: str) -> Iterator[str]:
 
 def sources() -> list[Path]:
     found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    return sorted(path for path in found if path.parent not in WALL and path != Path(__file__))
+    return sorted(path for path in found if path not in WALL and path != Path(__file__))
 
 
 def test_private_ray_stands_behind_the_wall() -> None:
@@ -621,7 +621,7 @@ def test_the_contract_names_all_that_the_wall_uses() -> None:
     accessed = {dotted(node) for node in nodes if isinstance(node, ast.Attribute) and is_private(dotted(node))}
     for used in sorted(imported | accessed):
         assert any(one.startswith(used) or used.startswith(one) for one in told), f"the contract lacks {used}"
-    source = "".join(path.read_text() for path in files_of_the_wall())
+    source = "".join(path.read_text() for path in WALL)
     assert set(re.findall(r'"(RAY_[A-Z]\w*[A-Z])"', source)) == set(VARIABLES)
 
 
