@@ -162,7 +162,7 @@ class StartedWorkers:
 
         self._number += 1
         monitor.take_control(RayNodeControl(self.channel, self._number))
-        why = why_restarts(job, self.each.get("GPU", 0))
+        why = job.why_restarts(self.each.get("GPU", 0))
         if why and job.on_lost_worker == "go_on" and job.max_workers > 1:
             monitor.take(Note(f"on_lost_worker: with {why}, all workers restart where one is lost"))
         terms = Terms(
@@ -203,7 +203,7 @@ class StartedWorkers:
             lost = set(range(job.max_workers)) & ray.get(self.channel.lost.remote())
         if len(lost) == job.max_workers:
             return "those that the job takes are lost"
-        if lost and (why := why_restarts(job, self.each.get("GPU", 0))):
+        if lost and (why := job.why_restarts(self.each.get("GPU", 0))):
             return f"some that the job takes are lost, and it needs all of them ({why})"
         return ""
 
@@ -421,24 +421,7 @@ def backend_of(job: WorkerKeys, gpus_per_worker: float) -> str:
     NCCL it moves what is on the CPU, as Python objects are: they need not wait for a GPU.
     """
     may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
-    return "gloo" if may_share or not takes_gpus(job, gpus_per_worker) else "cpu:gloo,cuda:nccl"
-
-
-def why_restarts(job: Job, gpus_per_worker: float) -> str:
-    """Say why all workers restart where one is lost, of workers of so many GPUs each; "" if the others go on."""
-    reasons = {
-        "on_lost_worker: restart": job.on_lost_worker == "restart",
-        "one worker": job.max_workers < 2,
-        "shards: auto": job.finds_shards,
-        "GPUs": takes_gpus(job, gpus_per_worker),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def takes_gpus(job: WorkerKeys, gpus_per_worker: float) -> bool:
-    """Return whether a job computes on GPUs, on workers of so many GPUs each."""
-    types = {name.partition(":")[0] for name in job.devices or ()}
-    return types != {"cpu"} if types else gpus_per_worker > 0 and job.gpus_per_worker != 0
+    return "gloo" if may_share or not job.takes_gpus(gpus_per_worker) else "cpu:gloo,cuda:nccl"
 
 
 def check_can_be_shipped(job: Job) -> None:

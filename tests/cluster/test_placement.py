@@ -32,7 +32,7 @@ from dp_ray.cluster.internals import train_worker
 from dp_ray.cluster.internals.context import gpus_of
 from dp_ray.cluster.internals.core import types_in, wants_token
 from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
-from dp_ray.cluster.workers import backend_of, why_restarts
+from dp_ray.cluster.workers import backend_of
 from dp_ray.engine.devices import input_device
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
@@ -113,7 +113,7 @@ def test_survivors_go_on_by_default_where_no_worker_computes_on_a_gpu(
     keys: dict[str, Any], gpus: float, why: str
 ) -> None:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 8, "workers": 2, **keys}, "job")
-    assert why_restarts(job, gpus) == why
+    assert job.why_restarts(gpus) == why
 
 
 @pytest.mark.parametrize(
