@@ -69,11 +69,9 @@ def connecting(shown: Sequence[str] | None, heeds_uv: bool) -> Iterator[None]:
 
     The handlers in C are for SIGTERM too, from the midst of `ray.init` on, for all threads: they print stacks, and
     3 s later abort the process. For a crash, Python's faulthandler prints them, which Ray turns on.
-
     Unless it `heeds_uv`, or the user has set Ray's variable, a driver under `uv run` connects as any other does. Ray
     would start each worker by the driver's `uv run` line, in a copy of the working directory: another environment, or
     none where uv is not found or its lock file was left out. Such workers never come, and Ray tells nobody.
-
     Public: none for the command line; for the rest Ray's variables, which it reads when it is imported.
     """
     constants, utils = ray._private.ray_constants, ray._private.utils
