@@ -257,8 +257,8 @@ class RestartPolicy:
         if decision.message is not None:
             send(self.channel, decision.message)
         if decision.do is Restart.GIVE_UP and job.number and job.has_steps and isinstance(failure, WorkersFailed):
-            died = {snapshot.ranks[slot]: why for slot, why in failure.died.items() if slot in snapshot.ranks}
-            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(died or dict(failure.died)))))
+            died = snapshot.by_rank(failure.died) or dict(failure.died)
+            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(died))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 
