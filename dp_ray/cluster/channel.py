@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.membership import Leave, Left, Loss, Member, Membership, View
+from dp_ray.cluster.membership import Leave, Left, Loss, Member, Membership, Phase, View
 
 GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
 RUN, SERVE = "dp_ray.tasks.task", "dp_ray.tasks.serve"  # the modules of a job's tasks, and of calls
@@ -426,7 +426,7 @@ class Channel:
             self._lost |= self._standing_still(self._terms.rejoin)
             membership.expected = self._expected()
             self._settle(membership)
-        if not membership.is_breaking:
+        if membership.phase is not Phase.BREAKING:
             return
         self._breaks_since = self._breaks_since or now
         awaited = [member.name for member in membership.awaited()]

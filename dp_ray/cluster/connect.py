@@ -7,6 +7,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ import ray
 from ray.exceptions import RayError
 
 import dp_ray
+from dp_ray.before_ray.quick_start import ForkServer, forking, start_local
+from dp_ray.before_ray.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.cluster.internals import core
-from dp_ray.cluster.internals.quick_start import ForkServer, forking, start_local
-from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.cluster.resources import (
     Resources,
     addable,
@@ -50,26 +52,25 @@ class EarlyConnection(threading.Thread):
         # At its end Python waits for threads that are no daemons before it runs what is to end the connection.
         super().__init__(name="connection to Ray", daemon=True)
         self._connect = connect
-        self._is_there = threading.Event()
+        self._is_there: Future[None] = Future()
         self._ends = threading.Event()
         self._has_ended = threading.Event()
-        self._failure: BaseException | None = None
 
     def run(self) -> None:
         """Connect, and hold the connection until it is to end."""
         try:
             with self._connect():
-                self._is_there.set()
+                self._is_there.set_result(None)
                 self._ends.wait()
         except BaseException as error:
-            self._failure = error
+            if not self._is_there.done():
+                self._is_there.set_exception(error)
         finally:
-            self._is_there.set()
             self._has_ended.set()
 
     def wait(self) -> None:
         """Wait until the connection is made or has failed."""
-        self._is_there.wait()
+        futures.wait([self._is_there])
 
     def end(self) -> None:
         """End the connection, also where Ctrl-C comes meanwhile: a Ray that ends is in the way of the next one.
@@ -86,9 +87,7 @@ class EarlyConnection(threading.Thread):
 
     def __enter__(self) -> None:
         """Wait for the connection; raises what it has failed with."""
-        self.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._is_there.result()
 
     def __exit__(self, *_: object) -> None:
         """End the connection."""
@@ -109,7 +108,6 @@ def connected(
             raise ClusterError(
                 "this process has started its Ray for dp_ray.DataParallel, which is open: close that first"
             )
-        _check_heard()
         yield
     else:
         with _connected(keys, address, verbose, fork_server):
@@ -123,7 +121,7 @@ def _connected(keys: WorkerKeys, address: str | None, verbose: bool, early: Fork
     found = address_of(address)
     with (
         nullcontext() if found else forking(keys, early) as fork_server,
-        _environment_kept(),
+        core.environment_kept(),
         own_folder(short_folder()) as folder,
         core.raylets_hushed(verbose),
     ):
@@ -133,22 +131,6 @@ def _connected(keys: WorkerKeys, address: str | None, verbose: bool, early: Fork
         finally:
             with signals_put_off():  # half of an embedded Ray would go on as long as this process, and nothing end it
                 ray.shutdown()
-
-
-def _check_heard() -> None:
-    """Raise ClusterError if this process, which the caller has connected, would refuse all calls from its Ray.
-
-    A process that was in a Ray with a token keeps that, and demands it in the next Ray too, which may have none. Ray
-    would then end each actor before it starts, since "all references to the actor were removed".
-    """
-    address = ray.get_runtime_context().gcs_address
-    with suppress(ConnectionError):
-        if core.shows_token() and USE_TLS not in os.environ and not core.wants_token(address):
-            raise ClusterError(
-                f"this process still has the token of an earlier Ray, and the Ray at {address} has none, so it could "
-                f"not be heard here; call ray.shutdown() and give dp_ray the address (address={address!r}), or "
-                "connect in a new process"
-            )
 
 
 def is_connected() -> bool:
@@ -221,11 +203,9 @@ def _start_ray(
         else:
             core.give_token()
         with (
-            core.shown_as(shown if shown != sys.orig_argv else None),
-            nullcontext() if in_ray_job() else core.workers_without_uv(),
+            core.connecting(shown if shown != sys.orig_argv else None, in_ray_job()),
             signals_put_off(),
             handlers_kept(),
-            core.without_signal_handlers(),
         ):
             if address:
                 code = None if in_ray_job() else code_to_ship()
@@ -255,16 +235,6 @@ def authenticate(address: str) -> None:
         )
     if wants and AUTH_MODE not in os.environ and not core.find_users_token():
         raise ConnectionError(f"it wants a token: put it into ~/.ray/auth_token or {AUTH_TOKEN}")
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Undo what Ray leaves in os.environ."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        core.forget_variables(os.environ, keep=list(before))
 
 
 def worker_resources(keys: WorkerKeys) -> dict[str, float]:
@@ -393,7 +363,7 @@ def name_ray_job(name: str, storage: str) -> None:
     """
     address = core.address_of_own_raylet()
     if address is not None and in_ray_job():
-        with suppress(OSError, RuntimeError, ValueError, LookupError, TypeError, RayError), _environment_kept():
+        with suppress(OSError, RuntimeError, ValueError, LookupError, TypeError, RayError), core.environment_kept():
             authenticate(address)
             core.name_own_job(address, {RUN_NAME: name, RUN_STORAGE: storage})
 

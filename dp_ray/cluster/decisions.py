@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import TypeVar
 
 from dp_ray.cluster.channel import IDLE, Ask, Request, Terms
 from dp_ray.cluster.membership import Loss
@@ -16,6 +17,7 @@ from dp_ray.messages import Ending, Interrupted, Note, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.text import counted
 
+T = TypeVar("T")
 SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
 GROW_AFTER_SECONDS = 10.0  # of running, before workers stop to grow: a restart costs time
 REPLACE_SECONDS = 60.0  # of room for lost workers, before all are started again for it: it comes without that, mostly
@@ -45,16 +47,6 @@ class WorkerDemand:
     def capacity(self, nodes: list[dict[str, float]]) -> int:
         """Return how many workers fit on nodes with these resources, at most `max_workers`."""
         return min(self.max_workers, capacity_for(self.each, nodes, self.placement, self.accelerator_type))
-
-    def without_broken(
-        self, nodes: Mapping[str, dict[str, float]], broken: Collection[str]
-    ) -> Mapping[str, dict[str, float]]:
-        """Return the nodes, by id, without those with a broken GPU if the others have room for enough workers.
-
-        Else all of them: a GPU may compute again once it has a new process.
-        """
-        others = {node: resources for node, resources in nodes.items() if node not in broken}
-        return others if self.capacity(list(others.values())) >= self.min_workers else nodes
 
 
 @dataclass(frozen=True)
@@ -145,14 +137,12 @@ def _start_or_wait(idle: Idle, now: float) -> ScalingDecision:
     """
     wanted, waited = idle.wanted, now - idle.waiting_since
     if idle.capacity >= wanted.min_workers:
-        if idle.capacity == max(wanted.min_workers, idle.idle_capacity):
+        is_all = idle.capacity == max(wanted.min_workers, idle.idle_capacity)
+        if is_all or waited > SETTLE_SECONDS:
             return ScalingDecision(Resize.START, idle.capacity)
-        if waited > SETTLE_SECONDS:
-            return ScalingDecision(Resize.START, idle.capacity)
+        return ScalingDecision(Resize.WAIT)
     if idle.may_hold and idle.idle_capacity >= wanted.min_workers and waited > 2 * SETTLE_SECONDS:
         return ScalingDecision(Resize.START, wanted.min_workers)
-    if idle.capacity >= wanted.min_workers:
-        return ScalingDecision(Resize.WAIT)
     return _lack_capacity(idle, now)
 
 
@@ -277,6 +267,10 @@ class Snapshot:
     loss: Loss | None = None
     replaces: bool = False
 
+    def by_rank(self, failed: Mapping[int, T]) -> dict[int, T]:
+        """Return what is said of failed workers by their ranks in the job, without those that take no part."""
+        return dict(sorted((self.ranks[slot], said) for slot, said in failed.items() if slot in self.ranks))
+
     @property
     def is_exceeded(self) -> bool:
         """Whether more workers were lost, with no step between, than the others are to outlive."""
@@ -351,26 +345,21 @@ def _all_restart(snapshot: Snapshot, now: float) -> RestartDecision:
 
 def _after_run(failure: WorkersFailed, snapshot: Snapshot, memory: Memory) -> RestartDecision:
     """Decide by the first cause: a death explains its peers' errors; an error of user code explains lost peers."""
-    request = snapshot.request
-
-    def ranks(slots: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(snapshot.ranks[slot] for slot in slots if slot in snapshot.ranks))
-
     if failure.died:
-        told = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), ranks(failure.died))
-        return _retry(memory, told)
+        ranks = tuple(snapshot.by_rank(failure.died))
+        return _retry(memory, Interrupted(IncidentKind.WORKER, _each(failure.died.values()), ranks))
     for ending in (Ending.MISTAKEN, Ending.BROKEN_GPU, Ending.RAISED, Ending.OUT_OF_MEMORY):
         if raised := failure.of(ending):
             first = min(raised)
-            return _after_error(raised[first], ranks([first]), memory)
+            return _after_error(raised[first], tuple(snapshot.by_rank({first: raised[first]})), memory)
     if others := failure.of(Ending.OTHER_KIND):
         told = Interrupted(IncidentKind.RESIZE, others[min(others)].first_line, ())
         return RestartDecision(Restart.RESTART, memory, told)
     if failure.of(Ending.STOPPED):
-        kind = IncidentKind.PREEMPTION if request.drains else IncidentKind.RESIZE
-        return RestartDecision(Restart.RESTART, memory, Interrupted(kind, request.text, ()))
-    what = _each(end.first_line for end in failure.ended.values())
-    return _retry(memory, Interrupted(IncidentKind.NETWORK, what, ranks(failure.ended)))
+        kind = IncidentKind.PREEMPTION if snapshot.request.drains else IncidentKind.RESIZE
+        return RestartDecision(Restart.RESTART, memory, Interrupted(kind, snapshot.request.text, ()))
+    ranks = tuple(snapshot.by_rank(failure.ended))
+    return _retry(memory, Interrupted(IncidentKind.NETWORK, what_failed(failure), ranks))
 
 
 def _after_error(error: WorkerExit, ranks: tuple[int, ...], memory: Memory) -> RestartDecision:

@@ -205,11 +205,6 @@ class Membership:
     def _known(self) -> list[Member]:
         return [*self.view.members, *self._asking.values()]
 
-    @property
-    def is_breaking(self) -> bool:
-        """Whether the members leave their view at once."""
-        return self.phase is Phase.BREAKING
-
     def is_asking(self, name: str) -> bool:
         """Return whether the process of this name waits for a view."""
         return name in self._asking
@@ -223,9 +218,8 @@ class Membership:
         living = [member for member in self._known() if member.name not in self._gone]
         if all(member.slot in slots for member in living):
             return None
-        lost = [member for member in self.view.members if member in living and member.slot in slots]
-        ranks = tuple(rank for rank, member in enumerate(self.view.members) if member in lost)
-        losses = self._losses_with_one() if lost else self.losses
+        ranks = tuple(self.ranks(slots).values())
+        losses = self._losses_with_one() if ranks else self.losses
         return Loss(ranks, losses, not self._excluded.isdisjoint(slots))
 
     def ranks(self, slots: Collection[int]) -> dict[int, int]:

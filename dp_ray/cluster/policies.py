@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from dp_ray.cluster.channel import IDLE, NOTHING, Ask, Request, Terms, encoded, send
+from dp_ray.cluster.channel import IDLE, NOTHING, Ask, Terms, encoded, send
 from dp_ray.cluster.decisions import (
     Idle,
     LastCount,
@@ -74,7 +74,18 @@ class ElasticScalingPolicy:
             self._waiting_since = now
         self._look_at(ray.get(self._channel.state.remote())[1])
         nodes = self._nodes(must_answer=self._has_started)
-        decision = decide_scaling(self._idle(nodes, self._waiting_since), now)
+        idle = Idle(
+            self._wanted,
+            capacity=self._capacity(nodes),
+            idle_capacity=self._wanted.capacity([node["Resources"] for node in nodes]),
+            num_nodes=len(nodes),
+            has_started=self._has_started,
+            may_hold=self._may_hold,
+            autoscales=autoscales(),
+            waiting_since=self._waiting_since,
+            said=self._said,
+        )
+        decision = decide_scaling(idle, now)
         if decision.do is Resize.START:
             alive = [node for node in ray.nodes() if node["Alive"]]
             usable = [node["NodeID"] for node in nodes]
@@ -88,7 +99,7 @@ class ElasticScalingPolicy:
             self._held = {}  # the last workers are gone before the new ones start
             self._may_hold = self._has_started = True
             self._last_count = LastCount(decision.num_workers, time.monotonic())
-            self._request(NOTHING)  # what the last workers were asked for is done
+            ray.get(self._channel.request.remote(NOTHING))  # what the last workers were asked for is done
             return decision.num_workers
         if decision.do is Resize.GIVE_UP:
             raise ClusterLost(decision.text)
@@ -97,19 +108,6 @@ class ElasticScalingPolicy:
             send(self._channel, Waits(decision.text))
         time.sleep(0.2)  # the controller would ask again at once
         return None
-
-    def _idle(self, nodes: list[dict[str, Any]], waiting_since: float) -> Idle:
-        return Idle(
-            self._wanted,
-            capacity=self._capacity(nodes),
-            idle_capacity=self._wanted.capacity([node["Resources"] for node in nodes]),
-            num_nodes=len(nodes),
-            has_started=self._has_started,
-            may_hold=self._may_hold,
-            autoscales=autoscales(),
-            waiting_since=waiting_since,
-            said=self._said,
-        )
 
     def start_failed(self) -> None:
         """Note that a start failed, so that no workers hold capacity."""
@@ -144,16 +142,13 @@ class ElasticScalingPolicy:
         decision = decide_scaling(running, now)
         self._last_count = decision.last_count or self._last_count
         if decision.request is not None and decision.request.ask is not request.ask:
-            self._request(decision.request)
+            ray.get(self._channel.request.remote(decision.request))
         if decision.do is Resize.LEAVE:
             ray.get(self._channel.drain.remote(job.number, tuple(draining), decision.text))
 
     def _look_at(self, job: Terms) -> None:
         self._avoided = job.avoided
         self._broken.update(job.broken)
-
-    def _request(self, request: Request) -> None:
-        ray.get(self._channel.request.remote(request))
 
     def _capacity(self, nodes: list[dict[str, Any]]) -> int:
         """Count the workers that fit on what is free on the nodes, plus what our own workers hold there."""
@@ -168,15 +163,17 @@ class ElasticScalingPolicy:
     def _nodes(self, must_answer: bool) -> list[dict[str, Any]]:
         """Return the nodes that may run workers: alive, not draining, not of another kind, and without a broken GPU.
 
-        Those with a broken GPU are taken if the others have too little room. With `must_answer`, only those that take
-        a connection.
+        Those with a broken GPU are taken if the others have too little room: it may compute again once it has a new
+        process. With `must_answer`, only those that take a connection.
         """
         out = draining_nodes() | set(self._avoided)
         nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in out]
         if must_answer and len(nodes) != 1:
-            nodes = those_that_answer(nodes)
-        usable = self._wanted.without_broken({node["NodeID"]: node["Resources"] for node in nodes}, self._broken)
-        return [node for node in nodes if node["NodeID"] in usable]
+            there = nodes_that_answer({node["NodeID"] for node in nodes})
+            nodes = [node for node in nodes if node["NodeID"] in there]
+        others = [node for node in nodes if node["NodeID"] not in self._broken]
+        has_room = self._wanted.capacity([node["Resources"] for node in others]) >= self._wanted.min_workers
+        return others if has_room else nodes
 
 
 def answers_at(node: dict[str, Any]) -> bool:
@@ -188,17 +185,12 @@ def answers_at(node: dict[str, Any]) -> bool:
         return False
 
 
-def those_that_answer(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those nodes that take a connection."""
-    with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
-        answers = list(pool.map(answers_at, nodes))
-    return [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
-
-
 def nodes_that_answer(node_ids: Collection[str]) -> set[str]:
     """Return the ids of those of these nodes that are alive and take a connection."""
-    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
-    return {node["NodeID"] for node in those_that_answer(alive)}
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
+    with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
+        answers = list(pool.map(answers_at, nodes))
+    return {node["NodeID"] for node, is_there in zip(nodes, answers, strict=True) if is_there}
 
 
 def lose_cut_off(channel: Any, job: Terms, num_workers: int) -> None:
@@ -265,8 +257,8 @@ class RestartPolicy:
         if decision.message is not None:
             send(self.channel, decision.message)
         if decision.do is Restart.GIVE_UP and job.number and job.has_steps and isinstance(failure, WorkersFailed):
-            died = {snapshot.ranks[slot]: why for slot, why in failure.died.items() if slot in snapshot.ranks}
-            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(died or dict(failure.died)))))
+            died = snapshot.by_rank(failure.died) or dict(failure.died)
+            ray.get(self.channel.give_up.remote(job.number, encoded(GaveUp(died))))
             return Restart.GIVE_UP if job.is_last else Restart.RESTART
         return decision.do
 
@@ -330,8 +322,9 @@ class RestartPolicy:
         if self._failed_starts >= REPLACING_STARTS or request.ask is Ask.STOP:
             return set()
         out = draining_nodes() | set(job.avoided)
-        there = nodes_that_answer({places[rank] for rank in self._awaited & places.keys()} - out - {""})
-        found = {rank for rank in self._awaited & places.keys() if places[rank] in there}
+        waiting = self._awaited & places.keys()
+        there = nodes_that_answer({places[rank] for rank in waiting} - out - {""})
+        found = {rank for rank in waiting if places[rank] in there}
         if not found and not self._says_no_room:
             others = "wait for it" if job.needs_all else "go on without it"
             send(self.channel, Note(f"no node has room for another worker now: the others {others}"))

@@ -21,6 +21,8 @@ import ray
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dp_ray.before_ray.ray_version import unknown_ray
+from dp_ray.before_ray.variables import TRAIN_ENVIRONMENT
 from dp_ray.cluster.channel import RUN, SERVE, STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
     check_fits,
@@ -28,10 +30,7 @@ from dp_ray.cluster.connect import (
     worker_resources,
 )
 from dp_ray.cluster.decisions import WorkerDemand
-from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
-from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.cluster.resources import Resources, resources_text
-from dp_ray.engine.clock import PARTS
 from dp_ray.engine.devices import check_machine
 from dp_ray.engine.ship import check_packs, refused, shipment
 from dp_ray.errors import ClusterLost, Error, WorkerError
@@ -40,7 +39,7 @@ from dp_ray.job.keys import ModuleKeys, WorkerKeys
 from dp_ray.messages import Failed, Finished, GaveUp, Note, StopRequested, WorkerReady, beat_interval, error_of
 from dp_ray.monitor.attempts import NodeControl
 from dp_ray.monitor.console import Progress
-from dp_ray.rundir.history import is_measured
+from dp_ray.monitor.gauges import GAUGES, values_of
 from dp_ray.system.imports import own_folders, postponed
 from dp_ray.system.process import environment
 from dp_ray.system.threads import repeated
@@ -53,7 +52,7 @@ with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever
     from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
     from dp_ray.cluster.internals.trainer import ControlledTrainer
     from dp_ray.cluster.loop import train_loop_per_worker
-    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, answers_at
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, answers_at, nodes_that_answer
 
 if TYPE_CHECKING:  # what jobs need: workers that serve modules start without it
     from dp_ray.monitor.faults import Faults
@@ -115,7 +114,8 @@ class Reached:
 
     def lost(self, error: ray.exceptions.RayError) -> Error:
         """Return the error of a process that the driver has lost: with the cluster, or alone."""
-        if not self.is_cut_off.is_set() and self._answers():
+        is_there = not self.is_cut_off.is_set() and head_answers(self.address) and answers_at(self.node)
+        if is_there:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return WorkerError(
                 f"the process on this node that connects the driver with the workers was lost: {first}"
@@ -127,10 +127,6 @@ class Reached:
             f"the Ray at {self.address} was lost: it no longer answers ({why}); "
             "run the job again once there is a Ray: it resumes"
         )
-
-    def _answers(self) -> bool:
-        """Return whether the head answers, and the raylet of this node."""
-        return head_answers(self.address) and answers_at(self.node)
 
 
 @dataclass(eq=False)
@@ -164,7 +160,7 @@ class StartedWorkers:
         """
         from dp_ray.monitor.monitor import listening
 
-        why = why_restarts(job, self.each.get("GPU", 0))
+        why = job.why_restarts(self.each.get("GPU", 0))
         if why and job.on_lost_worker == "go_on" and job.max_workers > 1:
             monitor.take(Note(f"on_lost_worker: with {why}, all workers restart where one is lost"))
         terms = self._terms(
@@ -205,7 +201,7 @@ class StartedWorkers:
             lost = set(range(job.max_workers)) & ray.get(self.channel.lost.remote())
         if len(lost) == job.max_workers:
             return "those that the job takes are lost"
-        if lost and (why := why_restarts(job, self.each.get("GPU", 0))):
+        if lost and (why := job.why_restarts(self.each.get("GPU", 0))):
             return f"some that the job takes are lost, and it needs all of them ({why})"
         return ""
 
@@ -412,24 +408,7 @@ def backend_of(job: WorkerKeys, gpus_per_worker: float) -> str:
     NCCL it moves what is on the CPU, as Python objects are: they need not wait for a GPU.
     """
     may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
-    return "gloo" if may_share or not takes_gpus(job, gpus_per_worker) else "cpu:gloo,cuda:nccl"
-
-
-def why_restarts(job: Job, gpus_per_worker: float) -> str:
-    """Say why all workers restart where one is lost, of workers of so many GPUs each; "" if the others go on."""
-    reasons = {
-        "on_lost_worker: restart": job.on_lost_worker == "restart",
-        "one worker": job.max_workers < 2,
-        "shards: auto": job.finds_shards,
-        "GPUs": takes_gpus(job, gpus_per_worker),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def takes_gpus(job: WorkerKeys, gpus_per_worker: float) -> bool:
-    """Return whether a job computes on GPUs, on workers of so many GPUs each."""
-    types = {name.partition(":")[0] for name in job.devices or ()}
-    return types != {"cpu"} if types else gpus_per_worker > 0 and job.gpus_per_worker != 0
+    return "gloo" if may_share or not job.takes_gpus(gpus_per_worker) else "cpu:gloo,cuda:nccl"
 
 
 def check_can_be_shipped(job: Job) -> None:
@@ -462,7 +441,7 @@ class RayNodeControl(NodeControl):
 
     def is_gone(self, node_id: str) -> bool:
         """Return whether a node is not alive by Ray's list, or does not take a connection."""
-        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
+        return not nodes_that_answer({node_id})
 
 
 def end_process(pid: int) -> None:
@@ -472,18 +451,6 @@ def end_process(pid: int) -> None:
 
 
 GAUGE_SECONDS = 2.0  # Ray itself reports every 10 s
-# Ray puts `ray_` before each name. Every gauge has the tag `run`, and those that stand here.
-GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "dp_ray_running": ("1 while the run goes on, then 0", ()),
-    "dp_ray_step": ("steps that all workers have finished", ()),
-    "dp_ray_steps": ("steps of the whole run", ()),
-    "dp_ray_progress": ("share of the steps that are finished", ()),
-    "dp_ray_rows_per_second": ("rows that all workers finish in a second", ()),
-    "dp_ray_workers": ("workers of the current attempt", ()),
-    "dp_ray_interruptions": ("interruptions so far", ()),
-    "dp_ray_metric": ("last value of the loss, a metric or an evaluation", ("metric",)),
-    "dp_ray_step_part_seconds": ("seconds of a part of the newest steps, mean of the workers", ("part",)),
-}
 
 
 @contextmanager
@@ -508,22 +475,3 @@ def gauged(run: str, progress: Progress, interruptions: Callable[[], int]) -> It
 def exports_metrics() -> bool:
     """Return whether any node has an agent that exports metrics; the nodes of an embedded Ray have none."""
     return any(node["Alive"] and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
-
-
-def values_of(
-    progress: Progress, interruptions: int, is_running: bool
-) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """Yield the name, the tags besides `run`, and the value of each gauge that has one."""
-    yield "dp_ray_running", {}, float(is_running)
-    yield "dp_ray_step", {}, progress.step
-    yield "dp_ray_steps", {}, progress.steps
-    yield "dp_ray_progress", {}, progress.step / max(1, progress.steps)
-    yield "dp_ray_rows_per_second", {}, progress.rows_per_second if is_running else 0.0
-    yield "dp_ray_workers", {}, len(progress.workers) if is_running else 0
-    yield "dp_ray_interruptions", {}, interruptions
-    for name, value in progress.last.items():
-        if is_measured(name) and value is not None and math.isfinite(value):
-            yield "dp_ray_metric", {"metric": name}, value
-    each = list(progress.seconds.values())
-    for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):
-        yield "dp_ray_step_part_seconds", {"part": part}, math.fsum(seconds) / len(each)

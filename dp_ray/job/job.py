@@ -261,6 +261,16 @@ class Job(MeasuringKeys):
         keys = {"strategy: fsdp": self.is_sharded, "loop": self.task == "train" and self.loop is not None}
         return next((key for key, is_set in keys.items() if is_set), "")
 
+    def why_restarts(self, gpus_per_worker: float) -> str:
+        """Say why all workers restart where one is lost, of workers of so many GPUs each; "" if the others go on."""
+        reasons = {
+            "on_lost_worker: restart": self.on_lost_worker == "restart",
+            "one worker": self.max_workers < 2,
+            "shards: auto": self.finds_shards,
+            "GPUs": self.takes_gpus(gpus_per_worker),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
     def _of_devices(self) -> Iterator[str]:
         """Yield keys of devices that contradict each other."""
         if self.on_lost_worker == "go_on" and self.asks_for_gpus:

@@ -709,6 +709,11 @@ class WorkerKeys(Strict):
             gpu_number(device) is not None for device in self.devices or ()
         )
 
+    def takes_gpus(self, gpus_per_worker: float) -> bool:
+        """Return whether the job computes on GPUs, on workers of so many GPUs each."""
+        types = {name.partition(":")[0] for name in self.devices or ()}
+        return types != {"cpu"} if types else gpus_per_worker > 0 and self.gpus_per_worker != 0
+
     @property
     def own_gpus(self) -> int:
         """How many GPUs of its own each worker needs for its `devices`; 0 if a worker is alone on its node.

@@ -16,11 +16,12 @@ import pytest
 import ray
 
 from dp_ray.cluster import workers
-from dp_ray.cluster.workers import GAUGES, exports_metrics, values_of
+from dp_ray.cluster.workers import exports_metrics
 from dp_ray.engine.clock import PARTS, TimedStep
 from dp_ray.engine.world import World
 from dp_ray.messages import Report
 from dp_ray.monitor.console import Progress
+from dp_ray.monitor.gauges import GAUGES, values_of
 from dp_ray.telemetry.times import packed_steps
 from tests.support.cluster import ROOT, Run, free_port, wait_for_port
 

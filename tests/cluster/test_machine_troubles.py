@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.cluster.channel import NOTHING
+from dp_ray.cluster import policies
+from dp_ray.cluster.channel import NOTHING, Terms
 from dp_ray.cluster.decisions import (
     Memory,
     Restart,
@@ -182,10 +184,16 @@ def test_a_gpu_that_the_last_workers_may_hold_is_tried_once_more(text: str, monk
         ("x", 2, "abc"),
     ],
 )
-def test_a_node_with_a_broken_gpu_is_left_out_if_others_have_room(broken: Any, least: int, left: str) -> None:
+def test_a_node_with_a_broken_gpu_is_left_out_if_others_have_room(
+    broken: Any, least: int, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"NodeID": node, "Alive": True, "Resources": {"GPU": 1.0}} for node in "abc"]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(policies, "draining_nodes", frozenset)
     wanted = WorkerDemand(least, 4, {"GPU": 1.0}, "PACK", None, capacity_seconds=60.0)
-    nodes = {node: {"GPU": 1.0} for node in "abc"}
-    assert "".join(wanted.without_broken(nodes, set(broken))) == left
+    policy = policies.ElasticScalingPolicy(wanted, None)
+    policy._look_at(Terms(broken=tuple(broken)))
+    assert "".join(node["NodeID"] for node in policy._nodes(must_answer=False)) == left
 
 
 def test_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

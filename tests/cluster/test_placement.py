@@ -23,15 +23,16 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
+from dp_ray.before_ray import forked_worker
+from dp_ray.before_ray.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import check_fits, connected, in_ray_job, worker_resources
 from dp_ray.cluster.group import named_devices
-from dp_ray.cluster.internals import forked_worker, train_worker
+from dp_ray.cluster.internals import train_worker
 from dp_ray.cluster.internals.context import gpus_of
 from dp_ray.cluster.internals.core import types_in, wants_token
-from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
-from dp_ray.cluster.workers import backend_of, why_restarts
+from dp_ray.cluster.workers import backend_of
 from dp_ray.engine.devices import input_device
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
@@ -112,7 +113,7 @@ def test_survivors_go_on_by_default_where_no_worker_computes_on_a_gpu(
     keys: dict[str, Any], gpus: float, why: str
 ) -> None:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 8, "workers": 2, **keys}, "job")
-    assert why_restarts(job, gpus) == why
+    assert job.why_restarts(gpus) == why
 
 
 @pytest.mark.parametrize(
@@ -409,8 +410,8 @@ def test_env_reaches_the_workers_before_torch_is_imported_and_is_not_kept(
 @pytest.mark.slow
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
     """`ray up` checks a cluster file against its own schema before it does anything."""
-    code = "import yaml; from dp_ray.cluster.internals.core import check_cluster_file\n"
-    code += "check_cluster_file(yaml.safe_load(open('cluster.yaml')))"
+    code = "import yaml; from ray.autoscaler._private.util import prepare_config, validate_config\n"
+    code += "validate_config(prepare_config(yaml.safe_load(open('cluster.yaml'))))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

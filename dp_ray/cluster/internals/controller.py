@@ -4,6 +4,7 @@ Workers get its handle, and with it import this module: so it is small. Public: 
 controller itself.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -39,7 +40,12 @@ CONTROLLER_PROCESS = WorkerController.__name__
 
 
 class NoSynchronization:
-    """In place of the actor behind ray.train.report, whose process costs two seconds; dp_ray does not call it."""
+    """In place of the actor behind ray.train.report, whose process costs two seconds; dp_ray does not call it.
+
+    Ray Train calls its `reset` where it replaces workers.
+    """
+
+    reset = SimpleNamespace(remote=lambda: ray.put(None))
 
     @classmethod
     def options(cls, **_: Any) -> type["NoSynchronization"]:
@@ -51,21 +57,7 @@ class NoSynchronization:
         """Start nothing."""
         return cls()
 
-    @property
-    def reset(self) -> type["_Nothing"]:
-        """Return a method that does nothing: Ray Train calls it where it replaces workers."""
-        return _Nothing
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise JobError("ray.train.report and its barriers are not for a job of dp_ray, which reports by itself")
-
-
-class _Nothing:
-    """A remote method that does nothing."""
-
-    @staticmethod
-    def remote() -> Any:
-        """Return a reference to its result."""
-        return ray.put(None)

@@ -1,4 +1,4 @@
-"""Ray Core: enter a cluster, look at its nodes, drain one on purpose, and send files to it."""
+"""Ray Core: enter a cluster, look at its nodes, and drain one on purpose."""
 
 import json
 import os
@@ -6,13 +6,11 @@ import secrets
 import shlex
 import socket
 import time
-import uuid
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import psutil
 import ray
@@ -21,20 +19,15 @@ import ray._private.state
 import ray._private.utils
 import ray._private.worker
 import ray._raylet
-import requests
 import yaml
-from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV_IGNORE_GITIGNORE
-from ray._private.runtime_env import packaging
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray.core.generated import autoscaler_pb2
 
-from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
+from dp_ray.before_ray.variables import AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
-from dp_ray.system import linux
 from dp_ray.system.process import patched
 
 CONNECT_SECONDS = 10.0
-LOG_SECONDS = 7 * 24 * 3600  # how long Ray may take to send a file
-PIECE = 1 << 20
 _GCS = "--gcs-address="  # an argument of each raylet
 _LOGS, _CLUSTER_FILE = "--logs-dir", "--autoscaling-config"  # arguments of the head's monitor
 
@@ -71,16 +64,23 @@ def give_token() -> None:
 
 
 @contextmanager
-def without_signal_handlers() -> Iterator[None]:
-    """Within the block, `ray.init` sets no handlers of signals: neither for SIGTERM in Python, nor for failures in C.
+def connecting(shown: Sequence[str] | None, heeds_uv: bool) -> Iterator[None]:
+    """Within the block, `ray.init` sets no handlers of signals, and has the dashboard show a command line `shown`.
 
-    Those in C are for SIGTERM too, from the midst of `ray.init` on, for all threads: they print stacks, and 3 s later
-    abort the process. For a crash, Python's faulthandler prints them, which Ray turns on.
-    Public: RAY_DISABLE_FAILURE_SIGNAL_HANDLER, which Ray reads when it is imported, and its own processes would have.
+    The handlers in C are for SIGTERM too, from the midst of `ray.init` on, for all threads: they print stacks, and
+    3 s later abort the process. For a crash, Python's faulthandler prints them, which Ray turns on.
+    Unless it `heeds_uv`, or the user has set Ray's variable, a driver under `uv run` connects as any other does. Ray
+    would start each worker by the driver's `uv run` line, in a copy of the working directory: another environment, or
+    none where uv is not found or its lock file was left out. Such workers never come, and Ray tells nobody.
+    Public: none for the command line; for the rest Ray's variables, which it reads when it is imported.
     """
+    constants, utils = ray._private.ray_constants, ray._private.utils
+    takes_uv = heeds_uv or UV_RUN in os.environ
     with (
-        patched(ray._private.ray_constants, RAY_DISABLE_FAILURE_SIGNAL_HANDLER=True),
-        patched(ray._private.utils, set_sigterm_handler=lambda _: None),
+        patched(constants, RAY_DISABLE_FAILURE_SIGNAL_HANDLER=True),
+        patched(utils, set_sigterm_handler=lambda _: None),
+        nullcontext() if takes_uv else patched(constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False),
+        patched(utils, get_entrypoint_name=lambda: shlex.join(shown)) if shown else nullcontext(),
     ):
         yield
 
@@ -117,11 +117,6 @@ def head_answers(address: str, seconds: float = CONNECT_SECONDS) -> bool:
     return False
 
 
-def shows_token() -> bool:
-    """Return whether this process shows a token to its Ray, and demands it from all that calls it. Public: none."""
-    return bool(ray._raylet.AuthenticationTokenLoader.instance().has_token())
-
-
 def put_apart(value: Any) -> Any:
     """Do `ray.put` with a reference that no other Ray of this process has given out. Public: none.
 
@@ -149,31 +144,17 @@ def raylets_hushed(verbose: bool) -> AbstractContextManager[None]:
     return patched(ray._private.worker, _worker_logs_enabled=verbose)
 
 
-def shown_as(arguments: Sequence[str] | None) -> AbstractContextManager[None]:
-    """Have Ray's dashboard and logs show `arguments` as this driver's command line. Public: none."""
-    if arguments is None:
-        return nullcontext()
-    return patched(ray._private.utils, get_entrypoint_name=lambda: shlex.join(arguments))
-
-
-def workers_without_uv() -> AbstractContextManager[None]:
-    """Within the block, a driver under `uv run` connects as any other does, unless the user has set Ray's variable.
-
-    Ray would start each worker by the driver's `uv run` line, in a copy of the working directory: another
-    environment, or none where uv is not found or its lock file was left out. Such workers never come, and Ray tells
-    nobody. Public: Ray's variable, which Ray reads when it is imported, and by then it may be.
-    """
-    if UV_RUN in os.environ:
-        return nullcontext()
-    return patched(ray._private.ray_constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False)
-
-
-def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:
-    """Remove Ray's variables from an environment, except the names to keep, and have Ray read the rest again."""
-    for key in environment.keys() - set(keep):
-        if key.startswith(VARIABLES) or key == "PYTHONBREAKPOINT":
-            del environment[key]
-    read_variables_anew()
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Undo what Ray leaves in os.environ while the block runs, and have Ray read the rest again."""
+    before = set(os.environ)
+    try:
+        yield
+    finally:
+        for key in os.environ.keys() - before:
+            if key.startswith(VARIABLES) or key == "PYTHONBREAKPOINT":
+                del os.environ[key]
+        read_variables_anew()
 
 
 def read_variables_anew() -> None:
@@ -261,13 +242,6 @@ def label_of(*node_ids: str) -> dict[str, str]:
     return {ray._raylet.RAY_NODE_ID_KEY: node_ids[0] if len(node_ids) == 1 else f"in({','.join(node_ids)})"}
 
 
-def check_cluster_file(config: dict[str, Any]) -> None:
-    """Raise if `ray up` would reject a cluster file. Public: none; `ray up` itself starts machines."""
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    validate_config(prepare_config(config))
-
-
 def drain_this_node(seconds: float | None) -> str | None:
     """Tell Ray that this node will be taken away; return why Ray refuses, else None. Public: `ray drain-node`."""
     deadline = 0 if seconds is None else time.time_ns() // 10**6 + round(seconds * 1000)
@@ -283,59 +257,6 @@ def raylet_of_this_worker() -> psutil.Process:
     raylet = psutil.Process().parent()
     assert raylet is not None and "raylet" in raylet.name(), "a worker's parent is its node's raylet"
     return raylet
-
-
-def leave_on_head(client: Any, data: bytes, name: str = "") -> str:
-    """Upload bytes as Ray's job client uploads code packages, and return their address, which holds `name`.
-
-    Ray removes them after ten minutes without use. Raises RuntimeError if Ray refuses them.
-    Public: none; Ray logs all that `submit_job` carries.
-    """
-    place = place_on_head(name or uuid.uuid4().hex)
-    answer = client._do_request("PUT", f"/api/packages/{place.replace('://', '/')}", data=data)
-    if answer.status_code != 200 or not client._package_exists(place):
-        raise RuntimeError(f"it does not take the values of env: status {answer.status_code}")
-    return place
-
-
-def place_on_head(name: str) -> str:
-    """Return the address of bytes that are left on the head under a name. Public: none."""
-    return f"gcs://_ray_pkg_{name}.zip"
-
-
-def take_from_head(address: str, place: str) -> bytes | None:
-    """Take and remove the bytes that `leave_on_head` uploaded; None if they are gone. Public: none."""
-    head = ray._raylet.GcsClient(address=address)
-    left: bytes | None = head.internal_kv_get(place.encode(), None)
-    head.internal_kv_del(place.encode(), False, None)
-    return left
-
-
-def own_log_folder() -> Path:
-    """Return the log folder of the node on which this submitted job runs: its own output is a file in it.
-
-    Ray's dashboard serves the files of this folder, and follows links in it. Public: none.
-    """
-    log = Path(linux.path_of_stdout())
-    if not log.name.startswith("job-driver-"):
-        raise RuntimeError(f"a submitted job prints to its log, and this process to {log}")
-    return log.parent
-
-
-@contextmanager
-def log_file(client: Any, node_id: str, name: str, seconds: float) -> Iterator[Iterator[bytes]]:
-    """Within the block, read a file below a node's log folder, in pieces; `seconds` is how long a piece may take.
-
-    Raises FileNotFoundError if there is none, or requests' errors if the connection breaks.
-    Public: ray.util.state.get_log, which waits for ever where a connection is silent.
-    """
-    given = {"node_id": node_id, "filename": name, "lines": -1, "timeout": LOG_SECONDS}
-    url = f"{client._address}/api/v0/logs/file?{urlencode(given)}"
-    own = {"headers": client._headers, "cookies": client._cookies, "verify": client._verify}
-    with requests.get(url, stream=True, timeout=seconds, **own) as answer:
-        if answer.status_code != requests.codes.ok:
-            raise FileNotFoundError(f"{name}: {answer.text}")
-        yield answer.iter_content(PIECE)
 
 
 def name_own_job(address: str, names: Mapping[str, str]) -> None:
@@ -355,16 +276,3 @@ def name_own_job(address: str, names: Mapping[str, str]) -> None:
     if names.keys() - (known["metadata"] or {}).keys():
         known["metadata"] = {**names, **(known["metadata"] or {})}
         head.internal_kv_put(record, json.dumps(known).encode(), True, jobs)
-
-
-def packed_files(folder: str, excludes: Sequence[str]) -> list[Path]:
-    """Return the files of a folder that Ray packs: without the excluded ones, and those that its ignore files name.
-
-    Public: none; Ray says only how large a package is, once it is made.
-    """
-    paths: list[Path] = []
-    root = Path(folder).absolute()
-    excluded = [packaging._get_excludes(root, list(excludes))]
-    heeds_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
-    packaging._dir_travel(root, excluded, paths.append, include_gitignore=heeds_git)
-    return [path for path in paths if path.is_file()]

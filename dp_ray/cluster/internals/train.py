@@ -6,7 +6,7 @@ own policies.
 
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,11 +22,26 @@ from dp_ray.text import counted
 
 with postponed("ray.data", "pandas"):
     import ray.train
+    import ray.train.v2._internal.callbacks  # which the controller gets
+    import ray.train.v2._internal.execution.worker_group.state
+    import ray.train.v2._internal.execution.worker_group.worker_group
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
     from ray.train.v2._internal.exceptions import (
         WorkerGroupStartupFailedError,
         WorkerGroupStartupTimeoutError,
         WorkerHealthCheckFailedError,
     )
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+    from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
+    from ray.train.v2._internal.execution.controller.state import ReschedulingState, RunningState, SchedulingState
+    from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+    from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup
+    from ray.train.v2._internal.util import bundle_to_remote_args
+
+if TYPE_CHECKING:
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy
 
 _DEATHS = {
     "running low on memory": "its node ran low on memory, and Ray killed it",
@@ -67,23 +82,6 @@ def failure_of(error: Exception) -> WorkersFailed | StartFailed:
     is_lost = isinstance(cause, WorkerGroupStartupFailedError | ray.exceptions.RayError)
     return StartFailed(StartTrouble.LOST if is_lost else StartTrouble.ERROR, why_failed(cause))
 
-
-with postponed("ray.data", "pandas"):
-    import ray.train.v2._internal.callbacks  # which the controller gets
-    import ray.train.v2._internal.execution.worker_group.state
-    import ray.train.v2._internal.execution.worker_group.worker_group
-    from ray.train.v2._internal.constants import get_env_vars_to_propagate
-    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-    from ray.train.v2._internal.execution.controller import TrainController
-    from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
-    from ray.train.v2._internal.execution.controller.state import ReschedulingState, RunningState, SchedulingState
-    from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-    from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
-    from ray.train.v2._internal.execution.worker_group import WorkerGroup
-    from ray.train.v2._internal.util import bundle_to_remote_args
-
-if TYPE_CHECKING:
-    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy
 
 # A part of the command line of its process. Public: `ray list actors`.
 WORKER_PROCESS = RayTrainWorker.__name__
@@ -250,37 +248,28 @@ class OwnController(TrainController):  # type: ignore[misc]
         instead = FailureDecision.RETRY
         if status and status.failing_replica_group_indices != status.all_replica_group_indices:
             if not status.finished:
-                state = self._state_after_loss(group, status)
-                return self._result(state, training_failed_error)
+                return TrainControllerLoopIterationResult(
+                    run_attempt_id=self._get_run_attempt_id(),
+                    previous_state=self.get_state(),
+                    next_state=self._state_after_loss(group, status),
+                    training_failed_error=training_failed_error,
+                )
             instead = FailureDecision.RAISE  # the others have left, and nobody waits for those that failed
         return super()._execute_failure_decision(instead, training_failed_error, **keys)
 
     def _state_after_loss(self, group: Any, status: Any) -> Any:
         """Replace those failed workers that there is room for now; else go on, and look at the cluster."""
-        self._to_replace = self._failure_policy.policy.with_room(self._places(group, status.errors))
+        state, workers = group.get_worker_group_state(), group.get_workers()
+        nodes = ray.util.placement_group_table(state.placement_group_handle.placement_group)["bundles_to_node_id"]
+        places = {rank: nodes.get(workers[rank].placement_group_bundle_index) or "" for rank in status.errors}
+        self._to_replace = self._failure_policy.policy.with_room(places)
         if self._to_replace:
             self._manages_replica_groups = True
             each = group.get_worker_group_context().resources_per_worker
             return SchedulingState(ResizeDecision(num_workers=len(group), resources_per_worker=each))
         # Ray Train does not ask it while some have failed.
-        self._scaling_policy.make_decision_for_running_worker_group(group.get_worker_group_state(), status)
+        self._scaling_policy.make_decision_for_running_worker_group(state, status)
         return RunningState()
-
-    @staticmethod
-    def _places(group: Any, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the ids of the nodes on which other workers would run in the place of these; "" if there is none."""
-        placed = group.get_worker_group_state().placement_group_handle.placement_group
-        nodes = ray.util.placement_group_table(placed)["bundles_to_node_id"]
-        workers = group.get_workers()
-        return {rank: nodes.get(workers[rank].placement_group_bundle_index) or "" for rank in ranks}
-
-    def _result(self, state: Any, training_failed_error: Any) -> Any:
-        return TrainControllerLoopIterationResult(
-            run_attempt_id=self._get_run_attempt_id(),
-            previous_state=self.get_state(),
-            next_state=state,
-            training_failed_error=training_failed_error,
-        )
 
     def _execute_resize_decision(self, decision: Any) -> Any:
         if self._manages_replica_groups:
