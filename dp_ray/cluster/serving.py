@@ -21,15 +21,17 @@ from ray.exceptions import RayActorError, RayError
 from dp_ray.cluster.channel import receive
 from dp_ray.cluster.internals.train import why_failed
 from dp_ray.cluster.resources import resources_text
+from dp_ray.cluster.workers import Say, free_text
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Failed, Finished, Interrupted, MayLeave, Note, Printed, Serves, Starting, Waits, error_of
+from dp_ray.monitor.attempts import LongWaits
 from dp_ray.rundir.numerics import Numerics, difference, kinds_of, refusal
 from dp_ray.serving.wire import Lost, ServingWorker, framed, has_left, unframed
 from dp_ray.text import counted
 
 if TYPE_CHECKING:
-    from dp_ray.cluster.workers import Say, StartedWorkers
+    from dp_ray.cluster.workers import StartedWorkers
 
 START_SECONDS = 300.0  # until a worker has imported what it needs, on a node that has it on a slow disk
 LOOK_SECONDS = 0.5  # between two looks at whether the others go on without a worker that is waited for
@@ -56,7 +58,7 @@ class RayServing:
         self,
         workers: "StartedWorkers",
         keys: WorkerKeys,
-        say: "Say",
+        say: Say,
         at_end: Callable[[], object],
         is_last: bool = False,
     ) -> None:
@@ -79,6 +81,7 @@ class RayServing:
         self._heard = threading.Condition()
         self._arrived: list[Serves | MayLeave | Interrupted] = []
         self._placed_at: float | None = None  # when there was room for the workers
+        self._phase = "starting Ray Train"
         self._failed: Failed | None = None
         self._why_lost = ""
         self._finished: list[Finished] = []
@@ -123,8 +126,8 @@ class RayServing:
         match message:
             case Serves() | MayLeave():
                 self._arrived.append(message)
-            case Starting():
-                self._placed_at = self._placed_at or time.monotonic()
+            case Starting(what=what):
+                self._placed_at, self._phase = self._placed_at or time.monotonic(), what
             case Failed():
                 self._failed = self._failed or message
             case Finished():
@@ -173,7 +176,7 @@ class RayServing:
 
     def _await(self) -> None:
         """Wait for a view, and take in its members. Raises an Error if they do not come."""
-        began, left = time.monotonic(), ""
+        began, left, waits = time.monotonic(), "", None
         with self._heard:
             while True:
                 while self._arrived:  # of an interrupt here, it is taken in again
@@ -194,6 +197,8 @@ class RayServing:
                         error = ClusterError(f"all workers are lost, and no other one has started: {self._why_lost}")
                     raise error
                 self._check_wait(began)
+                waits = waits or LongWaits(self.keys, self._num_ready, lambda: self._phase, self._say)
+                waits.look(lambda: free_text(self.each))
                 self._heard.wait(LOOK_SECONDS)
 
     def _check_wait(self, began: float) -> None:
@@ -214,6 +219,9 @@ class RayServing:
     def _is_whole(self) -> bool:
         """Whether all of the newest view have said that they serve in it."""
         return self._view is not None and len(self._in_view) == self._view.world.world_size
+
+    def _num_ready(self) -> int:
+        return 0 if self._is_whole else len(self._in_view)
 
     def _take_in(self, told: Serves | MayLeave | Interrupted) -> None:
         """Take in who is in the newest view, or that it ends: of a view the channel tells before the next one."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
+from dp_ray.job.keys import WorkerKeys
 from dp_ray.messages import Finished, GaveUp, Interrupted, Report, WorkerReady
-from dp_ray.monitor.console import Console, Progress
+from dp_ray.monitor.console import Console
 from dp_ray.monitor.watchdog import Hang, Watchdog
 from dp_ray.rundir.files import keep_computed
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
@@ -59,9 +60,10 @@ class Attempts:
         self.is_awaited = True
         self._newest = None
 
-    @property
-    def num_ready(self) -> int:
-        """The number of workers of the attempt to come that are ready."""
+    def num_ready(self) -> int | None:
+        """Return how many workers of the attempt to come are ready; None if none is to come."""
+        if not self.is_awaited:
+            return None
         return len(self._gathering[self._newest]) if self._newest is not None else 0
 
     def is_current(self, attempt: str) -> bool:
@@ -110,12 +112,15 @@ REPEAT_SECONDS = 600.0
 
 @dataclass(eq=False)
 class LongWaits:
-    """Counts the seconds of each wait for workers, and says a line of a long one."""
+    """Counts the seconds of each wait for workers, and says a line of a long one.
 
-    job: Job
-    attempts: Attempts
-    progress: Progress
-    say: Callable[[str], None]
+    `num_ready` tells how many are ready of those that are awaited, None while none are.
+    """
+
+    keys: WorkerKeys
+    num_ready: Callable[[], int | None]
+    phase: Callable[[], str]
+    say: Callable[[str], object]
     _since: float | None = None
     _lines: int = 0
 
@@ -124,20 +129,20 @@ class LongWaits:
 
         Another thread than the one that feeds the monitor may call it: that one may itself wait for Ray.
         """
-        now = time.monotonic()
-        if not self.attempts.is_awaited or self._since is None:
-            self._since = now if self.attempts.is_awaited else None
+        now, num_ready = time.monotonic(), self.num_ready()
+        if num_ready is None or self._since is None:
+            self._since = None if num_ready is None else now
             self._lines = 0
             return
         more = self._lines - len(SAY_AFTER)
         due = SAY_AFTER[self._lines] if more < 0 else SAY_AFTER[-1] + (more + 1) * REPEAT_SECONDS
         if now - self._since >= due:
             self._lines += 1
-            least, most = self.job.min_workers, self.job.max_workers
+            least, most = self.keys.min_workers, self.keys.max_workers
             workers = f"{most}" if least == most else f"{least} to {most}"
-            ready = f"{self.attempts.num_ready} of {workers} are ready{cluster()}"
+            ready = f"{num_ready} of {workers} are ready{cluster()}"
             so_far = f"{now - self._since:.0f} s so far"
-            self.say(f"waiting for workers, {so_far}: {ready}; now: {self.progress.phase}")
+            self.say(f"waiting for workers, {so_far}: {ready}; now: {self.phase()}")
 
 
 @dataclass

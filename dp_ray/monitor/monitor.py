@@ -74,7 +74,7 @@ class Monitor:
         log = INCIDENTS_JSON.read(run.storage) if run and run.is_resumed else IncidentLog()
         self.incidents = attempts.Incidents(log, console, storage)
         self._console = console
-        self.waits = attempts.LongWaits(job, self.attempts, self.progress, console.say)
+        self.waits = attempts.LongWaits(job, self.attempts.num_ready, lambda: self.progress.phase, console.say)
         self._numerics = attempts.KeptNumerics(job, storage, console)
         self._hangs = attempts.Hangs(job.timeouts.step, job.retries, console)
         self._losses = Losses(console, relative(str(storage)) if storage else "RUN_DIR")

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 import dp_ray
 from dp_ray.cluster.serving import END_SECONDS
 from dp_ray.errors import ClusterError, JobError
+from dp_ray.monitor import attempts
 from tests.support.cluster import Cluster
 from tests.support.messy import StartsThread
 from tests.support.parallel_models import NotesProcess
@@ -127,14 +129,19 @@ def test_ctrl_c_while_a_module_closes_leaves_no_ray(in_project: Path, monkeypatc
 
 @pytest.mark.full
 def test_a_module_that_asks_for_more_workers_has_all_start_anew(
-    in_project: Path, capfd: pytest.CaptureFixture[str]
+    in_project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a cell of a notebook is run again with more workers; what waits for its backward is run again."""
+    monkeypatch.setattr(attempts, "SAY_AFTER", (0.0, 60.0))
     module, inputs = nn.Linear(2, 3), torch.ones(4, 2)
     first = dp_ray.DataParallel(module, 1)
     waits = first(inputs)
     with dp_ray.DataParallel(nn.Linear(2, 3), 2) as model:
-        assert "parallel: 2 workers start in place of 1, since a module asks for more" in capfd.readouterr().err
+        said = capfd.readouterr().err
+        assert "parallel: 2 workers start in place of 1, since a module asks for more" in said
+        assert re.search(
+            r"waiting for workers, \d s so far: 0 of 2 are ready \(each needs 1 CPU\); free in the", said
+        )
         model(inputs)
         assert [one.rank for one in model.shapes] == [0, 1]
         waits.sum().backward()
