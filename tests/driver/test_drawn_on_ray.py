@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray.cluster.internals.train import WORKER_PROCESS
 from dp_ray.driver.sessions import Session
 from tests.driver.test_survivors import GOES_ON, LOOP, PREDICTS
 from tests.support.drivers import told
@@ -43,7 +44,7 @@ FEW = 4
 
 def workers_here() -> list[psutil.Process]:
     """The processes of the workers that this process's Ray has started."""
-    return [one for one in psutil.Process().children(recursive=True) if "RayTrainWorker" in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children(recursive=True) if WORKER_PROCESS in " ".join(one.cmdline())]
 
 
 @contextmanager

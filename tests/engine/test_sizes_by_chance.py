@@ -424,7 +424,7 @@ WRONG = [
         "Holding",
         "of_logits",
         {"batch_size": 3},
-        r"output 'rows' is 'a Holder of shard 0' in shard 0, and 'a Holder of shard 1'",
+        r"output 'rows' has no row for each sample, and is another one with 1 row of shard 0 than with 2: with over",
     ),
     (
         "Hidden",
