@@ -59,12 +59,13 @@ class Facts(NamedTuple):
     """What a question has found, the same on all workers.
 
     `rows` says, by the path of an output, whether it has a row for each sample, as far as that is known. `flops` are
-    those of a row. `says` are lines for the user.
+    those of a row. `says` are lines for the user. What cannot be asked of these workers others may ask later.
     """
 
     rows: Mapping[str, bool] = {}
     flops: Flops | None = None
     says: tuple[str, ...] = ()
+    is_asked: bool = True
 
 
 class Answers:
@@ -78,7 +79,8 @@ class Answers:
         self._said: set[str] = set()  # a training and its evaluations may say the same
         known = None if context.held is None else context.held.facts
         if not known and is_rank_0():
-            known = FACTS_JSON.read(context.run)
+            there = FACTS_JSON.read(context.run)
+            known = {question: answer for question, answer in there.items() if answer.get("is_asked", True)}
         self._known: dict[str, Any] = json.loads(broadcast(json.dumps(known)))
         if context.held is not None:
             context.held.facts = self._known
@@ -98,7 +100,8 @@ class Answers:
 
     def add(self, question: str, facts: Facts) -> None:
         """Keep an answer, and tell the user its lines."""
-        self._known[self._key(question)] = {"rows": dict(facts.rows), "flops": facts.flops}
+        unasked = {} if facts.is_asked else {"is_asked": False}
+        self._known[self._key(question)] = {"rows": dict(facts.rows), "flops": facts.flops, **unasked}
         if not self._keeps:
             return
         for text in dict.fromkeys(facts.says):
@@ -332,7 +335,7 @@ def before_prediction(
             return without_texts(prediction.select.picked(forward(inputs), inputs, shard, None))
 
         if why_not:
-            return Facts(says=_only_sizes(job, why_not) if shard.rows > 1 else ())
+            return Facts(says=_only_sizes(job, why_not) if shard.rows > 1 else (), is_asked=False)
         counting = counting_flops(job) if counts else nullcontext()
         with counting as counter, replica.again(first, forward) as returned:
             outputs = prediction.select(returned, first.batch, shard)
@@ -375,7 +378,7 @@ def _of_batch(
     if job.num_shards == 1:  # it is the whole batch
         return Facts()
     if why_not:
-        return Facts(says=_only_sizes(job, why_not))
+        return Facts(says=_only_sizes(job, why_not), is_asked=False)
 
     def seen(batch: Any) -> Any:
         step_output = run(batch)

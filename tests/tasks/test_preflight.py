@@ -163,3 +163,12 @@ def test_a_prediction_asks_of_shard_0_alone(tmp_path: Path) -> None:
     assert facts(tmp_path) == [{"rows": {"names": True}, "flops": None}]
     run_group(prediction(tmp_path, workers=2), tmp_path / "run")
     assert {line.split()[1] for line in forwards(tmp_path)} == {"4"}, "what goes on asks nothing"
+
+
+@pytest.mark.slow
+def test_what_sharded_workers_cannot_be_asked_one_worker_is_asked_later(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"checkpoint": {"every_steps": 1}, "shards": 2, "batch_size": 6}
+    run_group(training(tmp_path, workers=2, strategy="fsdp", **keys), tmp_path / "run", StopsBefore(1))
+    assert facts(tmp_path) == [{"rows": {}, "flops": None, "is_asked": False}]
+    run_group(training(tmp_path, workers=1, **keys), tmp_path / "run")
+    assert facts(tmp_path) == [{"rows": {"0.near": True, "0.prototypes": False, "1": True}, "flops": None}]
