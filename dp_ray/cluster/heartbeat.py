@@ -192,6 +192,8 @@ class Heartbeat(StepControl):
         serves = Serves(worker.name, worker.view, self.attempt, self._world, place, handle)
         send(worker.channel, serves, worker.number, name=worker.name)
         self._takes_calls = True
+        if self.is_to_rejoin:  # a beat has heard so while the group formed
+            self._send(MayLeave(self.attempt))
         while not self._leaves_now:
             if (taken := messages.get()) is not None:
                 yield taken

@@ -69,7 +69,6 @@ class RayServing:
         self._at_end = at_end
         self._is_last = is_last
         self.members: list[RayMember] = []  # of the view, by rank
-        self._known: dict[str, RayMember] = {}  # by name
         self._view: Serves | None = None  # what a member of the newest view has said
         self._in_view: dict[int, RayMember] = {}  # those who have said it, by rank
         self._unsettled: dict[RayMember, Any] = {}  # references to answers that nobody has waited for to the end
@@ -239,11 +238,11 @@ class RayServing:
         if self._view is None or self._view.attempt != told.attempt:
             self._in_view = {}
         self._view = told
-        member = RayMember(told.place, name=told.name, handle=told.handle)
-        self._in_view[told.world.rank] = self._known.setdefault(told.name, member)
+        known = {member.name: member for member in self.members}  # with what they have loaded
+        newcomer = RayMember(told.place, name=told.name, handle=told.handle)
+        self._in_view[told.world.rank] = known.get(told.name, newcomer)
         if self._is_whole:
             self.members = [self._in_view[rank] for rank in sorted(self._in_view)]
-            self._known = {member.name: member for member in self.members}
             self._has_changed = False
 
     def _exclude(self, name: str, why: str) -> None:
@@ -311,7 +310,6 @@ class RayServing:
         with suppress(Exception):  # Ray's many types; it may be gone already
             ray.kill(member.handle)
         self._exclude(member.name, why)
-        self._known.pop(member.name, None)
         if member in self.members:
             self.members.remove(member)
         self._has_changed = True

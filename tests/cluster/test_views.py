@@ -446,6 +446,9 @@ def test_workers_whose_groups_fail_again_and_again_end() -> None:
             assert {view.number for view in views if isinstance(view, View)} == {number}
         ends = await asyncio.gather(*(asks(channel, member, lost=True) for member in (A, B, C)))
         assert len(set(ends)) == 1 and "connections failed in 8 process groups" in str(ends[0])
+        channel._viewed_at -= module.SHORT_SECONDS + 1
+        views = await asyncio.gather(*(asks(channel, member, lost=True) for member in (A, B, C)))
+        assert all(isinstance(view, View) for view in views), "connections of a view that held for long have worked"
 
     played(play())
 
