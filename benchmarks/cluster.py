@@ -9,8 +9,8 @@ from pathlib import Path
 
 import ray
 
-from dp_ray.before_ray.variables import TMPDIR, TRAIN_VARIABLES
 from dp_ray.cluster.internals.core import read_variables_anew
+from dp_ray.cluster.internals.variables import TMPDIR, TRAIN_VARIABLES
 
 NUM_CPUS = 4  # logical: two workers, and room for the tasks by which Ray Data reads and writes
 

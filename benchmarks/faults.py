@@ -26,8 +26,8 @@ from benchmarks.pulses import PULSED_BLOCK, Pulses, pulsed
 from benchmarks.start import ROOT, unpack
 from benchmarks.table import Row, time_text
 from benchmarks.turns import take_turns
-from dp_ray.before_ray.variables import TRAIN_VARIABLES
 from dp_ray.cluster.channel import open_channel
+from dp_ray.cluster.internals.variables import TRAIN_VARIABLES
 
 REPEATS = 3
 NODE_REPEATS = 2  # each waits for a minute

@@ -24,7 +24,7 @@ from benchmarks.compare import Goal, at_most, compared
 from benchmarks.faults import EARLIER, MARKED, Kill, come_to, command, job_file, kill_one, seconds_lost, seen
 from benchmarks.start import ROOT, unpack
 from benchmarks.table import Row, time_text
-from dp_ray.before_ray.variables import TMPDIR
+from dp_ray.cluster.internals.variables import TMPDIR
 from tests.support.hosts import ENVIRONMENT, PORT, Host, namespaces
 
 REPEATS = 3

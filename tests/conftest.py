@@ -52,7 +52,7 @@ BESIDE = {
     "cluster/test_hosts.py",
     "cluster/test_placement.py",
     "cluster/test_ray_internals.py",
-    "remote/test_submitted.py",
+    "cluster/test_submitted.py",
     "driver/test_shards_auto.py",
     "engine/test_fsdp.py",
     "places/test_node.py",

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import dp_ray
-from dp_ray.before_ray.variables import ADDRESS
+from dp_ray.cluster.internals.variables import ADDRESS
 from tests.support.cluster import ROOT, Cluster
 from tests.support.pages import blocks_of
 

@@ -25,7 +25,7 @@ from dp_ray.text import harmless
 @click.option("--overwrite", is_flag=True, help="Replace a run of this name in DIR.")
 def fetch(name: str, folder: str, address: str | None, storage: str | None, overwrite: bool, **kinds: Any) -> None:
     """Bring the run of a submitted job, by its name or the job's id, to DIR/NAME; DIR is `runs` if you name none."""
-    from dp_ray.remote.fetch import FetchRequest, fetch_run
+    from dp_ray.cluster.fetch import FetchRequest, fetch_run
 
     wanted = tuple(kind for kind, is_wanted in kinds.items() if is_wanted)
     for run_dir in fetch_run(FetchRequest(name, wanted, storage, address, overwrite), Path(folder), say):

@@ -114,8 +114,8 @@ def _storage(job_file: str, keys: KeyOptions, claim: str | None) -> str:
 def _code(storage: str, claim: str | None) -> str:
     """Send the folder and dp_ray to the storage as a zip; return its URL. For a claim, write it here, and say so."""
     from dp_ray.cluster.connect import code_to_ship
+    from dp_ray.cluster.internals.core import packed_files
     from dp_ray.places.kuberay import MOUNT, zipped
-    from dp_ray.remote.internals import packed_files
     from dp_ray.storage import Storage
 
     logging.getLogger("ray").setLevel("ERROR")  # it tells of ignore files

@@ -80,7 +80,7 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
     """Run a job to its end, or resume its unfinished run; several jobs run on the same workers, one after another."""
     keys = take(KeyOptions, flags)
     if env_from is not None:
-        from dp_ray.remote.submit import take_settings
+        from dp_ray.cluster.submit import take_settings
 
         keys = replace(keys, settings=(*keys.settings, *take_settings(env_from)))
     jobs = [load_job(job_file, keys.overrides()) for job_file in job_files]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from dp_ray.before_ray.ray_version import check_ray
 from dp_ray.cli.completion import folders, job_files, run_dirs
+from dp_ray.cluster.ray_version import check_ray
 from dp_ray.errors import Error, error_report
 from dp_ray.job.files import parse_setting, parse_workers
 from dp_ray.job.job import Job
@@ -23,8 +23,8 @@ from dp_ray.system.threads import if_longer, raise_put_off
 from dp_ray.text import harmless
 
 if TYPE_CHECKING:
-    from dp_ray.before_ray.quick_start import ForkServer
     from dp_ray.cluster.connect import EarlyConnection
+    from dp_ray.cluster.internals.quick_start import ForkServer
 
 T = TypeVar("T")
 
@@ -185,7 +185,7 @@ def workers_begun(
 def forked_early(job: Job, address: str | None) -> "Iterator[ForkServer | None]":
     """Start the process that forks the workers of a Ray of this process; it ends with the block."""
     check_ray()
-    from dp_ray.before_ray.quick_start import forking_early
+    from dp_ray.cluster.internals.quick_start import forking_early
 
     with forking_early(job, address) as server:
         yield server

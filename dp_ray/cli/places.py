@@ -51,7 +51,7 @@ def node(hosts: int | None, rank: int | None, meet: str | None, command: tuple[s
 
 def _command_on_hosts(command: tuple[str, ...], may_lack: bool) -> "HostsCommand":
     """Return what the hosts are to run, with the mistake in it if there is one."""
-    from dp_ray.before_ray.ray_version import check_ray
+    from dp_ray.cluster.ray_version import check_ray
     from dp_ray.places.node import HostsCommand
 
     try:

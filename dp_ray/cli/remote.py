@@ -54,10 +54,10 @@ def submit(job_file: str, address: str, **flags: Any) -> None:
         raise JobError(
             f"{job_file}: is not below {Path.cwd()}, the folder that is sent to the cluster; stand above it"
         )
-    from dp_ray.before_ray.ray_version import check_ray
+    from dp_ray.cluster.ray_version import check_ray
 
     check_ray()
-    from dp_ray.remote.submit import submit_and_follow
+    from dp_ray.cluster.submit import submit_and_follow
     from dp_ray.system.process import is_env
 
     given = ["--workers", keys.workers] if keys.workers else []
@@ -92,7 +92,7 @@ def status(name: str | None, address: str | None, as_json: bool) -> None:
         else:
             _print_columns(tasks, [key for key in tasks[0] if key != "output"])
         return
-    from dp_ray.remote.submit import Dashboard
+    from dp_ray.cluster.submit import Dashboard
 
     dashboard = Dashboard(address or "")
     rows = [_row(job) for job in ([dashboard.find(name)] if name else dashboard.jobs())]
@@ -118,7 +118,7 @@ SHOWN = ("name", "id", "status", "started", "seconds", "exit_status")
 
 
 def _row(job: Any) -> dict[str, Any]:
-    from dp_ray.remote.submit import STATUSES, job_exit_status, run_name_of
+    from dp_ray.cluster.submit import STATUSES, job_exit_status, run_name_of
 
     started = None if job.start_time is None else datetime.fromtimestamp(job.start_time / 1000).astimezone()
     ended = datetime.now().timestamp() if not job.end_time else job.end_time / 1000
@@ -148,7 +148,7 @@ def logs(name: str, follows: bool, address: str | None) -> None:
         for text in printed(of_slurm, follows):
             click.echo(harmless(hide(text)), nl=False)
         sys.exit((single(of_slurm).exit_status or 0) if follows else 0)
-    from dp_ray.remote.submit import Dashboard, follow
+    from dp_ray.cluster.submit import Dashboard, follow
 
     dashboard = Dashboard(address or "")
     job = dashboard.find(name)
@@ -180,6 +180,6 @@ def stop(run: str, address: str | None, no_wait: bool, run_again: bool) -> None:
         raise click.UsageError(
             "--run-again: Ray keeps no exit status of a job that it stops; name the RUN_DIR instead"
         )
-    from dp_ray.remote.submit import Dashboard, stop_job
+    from dp_ray.cluster.submit import Dashboard, stop_job
 
     click.echo(harmless(stop_job(Dashboard(address), run, not no_wait, say)))

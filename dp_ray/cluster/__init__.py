@@ -3,7 +3,7 @@
 Begin at `kinds.Workers`, which runs jobs and serves modules: `own.OwnWorkers` is its usual kind, and starts what
 `workers.StartedWorkers` follows; `serving.RayServing` is the driver's side of a module's calls. On a worker, begin at
 `loop.train_loop_per_worker`; the actor of `channel.py` is between them. `policies.py` runs in Ray Train's controller,
-`internals/` holds private interfaces of Ray, and `before_ray/` how one starts quickly.
+`internals/` holds each private interface of Ray.
 See docs/contributing/how-it-runs.md and docs/places/.
 """
 

@@ -17,9 +17,9 @@ import ray
 from ray.exceptions import RayError
 
 import dp_ray
-from dp_ray.before_ray.quick_start import ForkServer, forking, start_local
-from dp_ray.before_ray.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.cluster.internals import core
+from dp_ray.cluster.internals.quick_start import ForkServer, forking, start_local
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.cluster.resources import (
     Resources,
     addable,

@@ -21,8 +21,6 @@ import ray
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.before_ray.ray_version import unknown_ray
-from dp_ray.before_ray.variables import TRAIN_ENVIRONMENT
 from dp_ray.cluster.channel import RUN, SERVE, STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
     check_fits,
@@ -30,6 +28,8 @@ from dp_ray.cluster.connect import (
     worker_resources,
 )
 from dp_ray.cluster.decisions import WorkerDemand
+from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
+from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.cluster.resources import Resources, resources_text
 from dp_ray.engine.devices import check_machine
 from dp_ray.engine.ship import check_packs, refused, shipment

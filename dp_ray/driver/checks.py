@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dp_ray.before_ray.ray_version import check_ray
+from dp_ray.cluster.ray_version import check_ray
 from dp_ray.engine.devices import devices_here
 from dp_ray.engine.model import check_model
 from dp_ray.engine.optimizer import check_optimizer, check_scheduler

@@ -39,8 +39,8 @@ from dp_ray.system.threads import is_done, planned_stops, raise_put_off, repeate
 from dp_ray.text import listed, relative
 
 if TYPE_CHECKING:
-    from dp_ray.before_ray.quick_start import ForkServer
     from dp_ray.cluster.connect import EarlyConnection
+    from dp_ray.cluster.internals.quick_start import ForkServer
     from dp_ray.trackers.process import RunTrackers
 
 
@@ -178,7 +178,7 @@ def execute(
 def name_submitted_job(name: str, storage: str) -> None:
     """In a submitted Ray job, have Ray keep the name and the storage of the run or sweep, by which one finds it."""
     with contextlib.suppress(ClusterError):  # `workers: 0` runs with any Ray, and with none
-        from dp_ray.before_ray.variables import JOB_CONFIG
+        from dp_ray.cluster.internals.variables import JOB_CONFIG
 
         if JOB_CONFIG in os.environ:
             from dp_ray.cluster import connect  # imports Ray

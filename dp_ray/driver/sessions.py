@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import ValidationError
 from torch import nn
 
-from dp_ray.before_ray.ray_version import check_ray
 from dp_ray.cluster import connect
 from dp_ray.cluster.own import OF_PROCESS
+from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, resources_text
 from dp_ray.cluster.serving import RayServing
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers

@@ -2,7 +2,8 @@
 
 Begin at `monitor.Monitor.take`: it dispatches on the messages of `dp_ray/messages.py`. `console.py` shows progress,
 `watchdog.py` finds workers that hang, `attempts.py` keeps the state of each attempt, `faults.py` parses `--inject`,
-`gauges.py` names what Prometheus gets. `in_process.py` is the worker of `workers: 0`: it stands here because sessions
-and modules, which may not import the driver, have it too.
+`gauges.py` names what Prometheus gets.
+`in_process.py` is the worker of `workers: 0`: it stands here because sessions and modules, which may not import the
+driver, have it too.
 See docs/contributing/how-it-runs.md.
 """

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from dp_ray.before_ray.variables import JOB_STOP_WAIT
+from dp_ray.cluster.internals.variables import JOB_STOP_WAIT
 from dp_ray.errors import BAD_JOB, DONE, FAILED, JobError
 from dp_ray.records import IGNORE, Record
 from dp_ray.rundir.files import LAST_END

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from dp_ray.before_ray.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
+from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
 from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places.launchers import HostPlace, host_and_port
 from dp_ray.system.threads import repeated

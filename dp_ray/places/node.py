@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from secrets import token_hex
 from typing import Any
 
-from dp_ray.before_ray.variables import ADDRESS
+from dp_ray.cluster.internals.variables import ADDRESS
 from dp_ray.errors import (
     RUN_AGAIN,
     ClusterError,

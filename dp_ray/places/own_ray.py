@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from dp_ray.before_ray.variables import (
+from dp_ray.cluster.internals.variables import (
     ADDRESS,
     API_SERVER_ADDRESS,
     AUTH_MODE,

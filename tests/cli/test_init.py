@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 import dp_ray
-from dp_ray.before_ray.variables import ADDRESS
 from dp_ray.cli import main
 from dp_ray.cli.begin import FIRST_SCREEN, TEMPLATES
+from dp_ray.cluster.internals.variables import ADDRESS
 from tests.support import forked
 from tests.support.cli import status_of
 from tests.support.cluster import Cluster

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from dp_ray.before_ray.quick_start import ForkServer
 from dp_ray.cli import main
 from dp_ray.cluster import connect, own, workers
 from dp_ray.cluster.connect import EarlyConnection, connected, connected_early
+from dp_ray.cluster.internals.quick_start import ForkServer
 from dp_ray.cluster.own import OwnWorkers
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job

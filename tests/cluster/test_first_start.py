@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import dp_ray
-from dp_ray.before_ray.quick_start import SWITCH, is_quick
-from dp_ray.before_ray.variables import AUTH_MODE, VARIABLES
+from dp_ray.cluster.internals.quick_start import SWITCH, is_quick
+from dp_ray.cluster.internals.variables import AUTH_MODE, VARIABLES
 from dp_ray.errors import JobError
 from dp_ray.system.process import OWNER
 from tests.support.cluster import ROOT
@@ -154,8 +154,8 @@ import os, sys
 from concurrent.futures import ThreadPoolExecutor
 import ray
 from dp_ray.cluster.internals.core import put_apart
-from dp_ray.before_ray.quick_start import SWITCH, is_quick
-from dp_ray.before_ray.variables import AUTH_MODE
+from dp_ray.cluster.internals.quick_start import SWITCH, is_quick
+from dp_ray.cluster.internals.variables import AUTH_MODE
 from ray.cluster_utils import Cluster
 import dp_ray
 

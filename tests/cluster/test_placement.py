@@ -23,14 +23,13 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
-from dp_ray.before_ray import forked_worker
-from dp_ray.before_ray.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import check_fits, connected, in_ray_job, worker_resources
 from dp_ray.cluster.group import named_devices
-from dp_ray.cluster.internals import train_worker
+from dp_ray.cluster.internals import forked_worker, train_worker
 from dp_ray.cluster.internals.context import gpus_of
 from dp_ray.cluster.internals.core import types_in, wants_token
+from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
 from dp_ray.cluster.workers import backend_of
 from dp_ray.engine.devices import input_device

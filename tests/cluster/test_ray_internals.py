@@ -23,17 +23,17 @@ import pytest
 import ray
 
 import dp_ray
-from dp_ray.before_ray.agents import OPTION
-from dp_ray.before_ray.quick_start import (
+from dp_ray.cluster.connect import check_fits, connected, without_gpus, worker_resources
+from dp_ray.cluster.internals import core
+from dp_ray.cluster.internals.agents import OPTION
+from dp_ray.cluster.internals.core import find_users_token
+from dp_ray.cluster.internals.quick_start import (
     AGENTS,
     DEFAULT_WORKER,
     SWITCH,
     WITHOUT_SPARE_WORKERS,
 )
-from dp_ray.before_ray.variables import AUTH_MODE, AUTH_TOKEN
-from dp_ray.cluster.connect import check_fits, connected, without_gpus, worker_resources
-from dp_ray.cluster.internals import core
-from dp_ray.cluster.internals.core import find_users_token
+from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN
 from dp_ray.driver.sessions import worker_keys
 from dp_ray.errors import ClusterError
 from dp_ray.system.process import own_folder, short_folder
@@ -42,12 +42,7 @@ from tests.support.sources import nodes_of
 from tests.support.within import within
 
 RAY = Path(ray.__file__).parent
-PACKAGE = Path(dp_ray.__file__).parent
-WALL = {
-    *PACKAGE.glob("cluster/internals/*.py"),
-    *PACKAGE.glob("before_ray/*.py"),
-    PACKAGE / "remote" / "internals.py",
-}
+WALL = Path(dp_ray.__file__).parent / "cluster" / "internals"
 FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
 ALLOWED = {
     ("dp_ray/cli/options.py", "RAY_ADDRESS"),  # documented; it stands in the command line's help, which loads no Ray
@@ -387,7 +382,7 @@ def dotted(node: ast.AST) -> str:
 
 def nodes_of_the_wall() -> Iterator[ast.AST]:
     """All nodes of the wall's modules."""
-    for path in sorted(WALL):
+    for path in sorted(WALL.glob("*.py")):
         yield from nodes_of(path)
 
 
@@ -443,14 +438,14 @@ def private_names(source: str) -> Iterator[str]:
 
 def sources() -> list[Path]:
     found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    return sorted(path for path in found if path not in WALL and path != Path(__file__))
+    return sorted(path for path in found if path.parent != WALL and path != Path(__file__))
 
 
 def test_private_ray_stands_behind_the_wall() -> None:
     named = {
         (path.relative_to(ROOT).as_posix(), name) for path in sources() for name in private_names(path.read_text())
     }
-    assert named == ALLOWED, f"what these files name belongs behind the wall: {named - ALLOWED}"
+    assert named == ALLOWED, f"what these files name belongs into {WALL.relative_to(ROOT)}: {named - ALLOWED}"
 
 
 @pytest.mark.full
@@ -621,7 +616,7 @@ def test_the_contract_names_all_that_the_wall_uses() -> None:
     accessed = {dotted(node) for node in nodes if isinstance(node, ast.Attribute) and is_private(dotted(node))}
     for used in sorted(imported | accessed):
         assert any(one.startswith(used) or used.startswith(one) for one in told), f"the contract lacks {used}"
-    source = "".join(path.read_text() for path in WALL)
+    source = "".join(path.read_text() for path in WALL.glob("*.py"))
     assert set(re.findall(r'"(RAY_[A-Z]\w*[A-Z])"', source)) == set(VARIABLES)
 
 
@@ -691,7 +686,7 @@ def answer_at(port: int) -> bytes:
 def test_a_ray_that_dp_ray_starts_still_runs_a_task_in_an_environment_of_its_own() -> None:
     code = """
 import os, sys, psutil, ray
-from dp_ray.before_ray.quick_start import start_local
+from dp_ray.cluster.internals.quick_start import start_local
 start_local(1, sys.argv[1], False, None)
 
 def agents():

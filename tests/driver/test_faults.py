@@ -20,9 +20,9 @@ import ray
 import torch
 
 import dp_ray
-from dp_ray.before_ray.variables import VARIABLES
 from dp_ray.cluster.internals.controller import CONTROLLER_PROCESS
 from dp_ray.cluster.internals.train import WORKER_PROCESS
+from dp_ray.cluster.internals.variables import VARIABLES
 from dp_ray.engine.world import own_rank
 from dp_ray.errors import DataError, JobError, WorkerError
 from tests.support import models

@@ -15,7 +15,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from dp_ray.before_ray.variables import ADDRESS
+from dp_ray.cluster.internals.variables import ADDRESS
 from dp_ray.results.result import Result, load
 from tests.support.cluster import ROOT
 from tests.support.screens import as_a_notebook_shows

@@ -26,8 +26,8 @@ import torch
 from torch.utils.data import default_collate
 
 import dp_ray
-from dp_ray.before_ray.variables import ADDRESS, API_SERVER_ADDRESS, AUTH_MODE, VARIABLES
 from dp_ray.cluster.internals.core import find_users_token, read_variables_anew, wants_token
+from dp_ray.cluster.internals.variables import ADDRESS, API_SERVER_ADDRESS, AUTH_MODE, VARIABLES
 from dp_ray.engine.world import everyone
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
 from dp_ray.monitor import attempts

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 import dp_ray
-from dp_ray.before_ray.variables import ADDRESS, AUTH_MODE
 from dp_ray.cli import main
 from dp_ray.cluster.internals.core import wants_token
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE
 from dp_ray.driver.sessions import Session
 from dp_ray.engine.world import own_rank
 from dp_ray.errors import ClusterError, JobError, ModelError, RunInterrupted, WorkerError

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 import dp_ray
-from dp_ray.before_ray.variables import JOB_STOP_WAIT, VARIABLES
 from dp_ray.cli import main
 from dp_ray.cli.in_kubernetes import run_unless_ended
+from dp_ray.cluster.internals.variables import JOB_STOP_WAIT, VARIABLES
+from dp_ray.cluster.submit import Dashboard
 from dp_ray.places.kuberay import ID, LONGEST, final_status, kubernetes_name, note_end, parse_toleration, zipped
-from dp_ray.remote.submit import Dashboard
 from dp_ray.rundir.lease import held
 from dp_ray.storage import Storage
 from tests.support.cli import status_of

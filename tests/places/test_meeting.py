@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dp_ray.before_ray.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
+from dp_ray.cluster.internals.variables import AUTH_TOKEN, AUTH_TOKEN_PATH
 from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places import meeting
 from dp_ray.places.launchers import HostPlace
@@ -101,7 +101,7 @@ def test_a_token_in_the_folder_that_is_sent_to_all_nodes_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dp_ray.cluster.connect import code_to_ship
-    from dp_ray.remote.internals import packed_files
+    from dp_ray.cluster.internals.core import packed_files
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").touch()

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dp_ray.before_ray.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
 from dp_ray.places import own_ray
 from dp_ray.places.own_ray import OwnRay, clients_environment, drain_node, usable_cpus
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import dp_ray
-from dp_ray.before_ray.variables import AUTH_MODE, TMPDIR
+from dp_ray.cluster.internals.variables import AUTH_MODE, TMPDIR
 from tests.support.cluster import ROOT
 from tests.support.hosts import Host, namespaces
 from tests.support.within import within

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from dp_ray.before_ray.variables import VARIABLES
+from dp_ray.cluster.internals.variables import VARIABLES
 from tests.support.cluster import ROOT
 from tests.support.within import within
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dp_ray
-from dp_ray.before_ray.variables import VARIABLES
+from dp_ray.cluster.internals.variables import VARIABLES
 from dp_ray.rundir.history import CLOCKED
 from tests.support.cluster import ROOT, Cluster
 

@@ -10,7 +10,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-SERVER = Path(__file__).parents[2] / "dp_ray" / "before_ray" / "fork_server.py"
+SERVER = Path(__file__).parents[2] / "dp_ray" / "cluster" / "fork_server.py"
 RAYLET = "RAY_RAYLET_PID"  # in the environment of each worker
 
 

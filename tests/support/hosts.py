@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dp_ray.before_ray.variables import AUTH_MODE, AUTH_TOKEN
+from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN
 from tests.support import host_forks, ray_forks
 from tests.support.cluster import SYSTEM_CONFIG
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 import dp_ray
-from dp_ray.before_ray.variables import AUTH_TOKEN, VARIABLES
+from dp_ray.cluster.internals.variables import AUTH_TOKEN, VARIABLES
 from tests.support.cluster import ROOT
 from tests.support.drivers import SLOW
 from tests.support.within import within

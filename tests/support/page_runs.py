@@ -18,9 +18,9 @@ import torch
 import benchmarks.__main__
 import benchmarks.gpu
 import benchmarks.many
-from dp_ray.before_ray.variables import AUTH_MODE
 from dp_ray.cli import main
 from dp_ray.cli.options import KeyOptions
+from dp_ray.cluster.internals.variables import AUTH_MODE
 from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
 from tests.support.cluster import ROOT
@@ -29,7 +29,7 @@ from tests.support.pages import Block, blocks_of
 VERIFIED = "needs Ray: tests/driver/test_training_runs.py verifies a job on Ray"
 STAYS = "starts processes that stay: tests/support/hosts.py starts such nodes"
 OTHER_MACHINES = "needs a cluster of other machines"
-RAYS_OWN = "needs a cluster: tests/remote/test_submitted.py runs the block on one"
+RAYS_OWN = "needs a cluster: tests/cluster/test_submitted.py runs the block on one"
 DASHBOARD, PREDICTS = "http://10.0.0.1:8265", "jobs/digits_predict.yaml"
 PLAN_OF_8 = "dp-ray plan jobs/characters.yaml --memory --workers 8 --gpu-memory 80"
 NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"

@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from dp_ray.before_ray import fork_server, quick_start
+from dp_ray.cluster import fork_server
+from dp_ray.cluster.internals import quick_start
 
 HERE = Path(__file__).parent
 SETUP = str(HERE / "ray_setup.py")

@@ -20,13 +20,11 @@ ORDER += [
     "replay",
     "report",
     "monitor",
-    "before_ray",
     "cluster",
     "parallel",
     "driver",
     "sweeps",
     "places",
-    "remote",
     "cli",
 ]
 ORDER += ["__main__"]

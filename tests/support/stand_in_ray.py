@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from dp_ray.before_ray.variables import ADDRESS, AUTH_TOKEN_PATH
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_TOKEN_PATH
 
 FOLDER = "DP_RAY_STAND_IN"
 PR_SET_NAME = 15

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import dp_ray
-from dp_ray.before_ray.quick_start import SWITCH, forking, is_quick
+from dp_ray.cluster.internals.quick_start import SWITCH, forking, is_quick
 from dp_ray.engine.user_code import loader_ended_error
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.process.isolation import isolated

@@ -1,4 +1,4 @@
-"""Every private interface of Ray that dp_ray uses, but those of `before_ray/` and of `remote/internals.py`.
+"""Every private interface of Ray that dp_ray uses, here and nowhere else.
 
 Private means not documented by Ray: modules and names with an underscore, `ray.train.v2`, `ray.core.generated`,
 names of its classes and texts of its messages, and its environment variables, a few of which are documented.
@@ -9,6 +9,6 @@ try a new Ray.
 Every worker imports these modules, so slow imports, such as grpc, are inside the functions that need them.
 """
 
-from dp_ray.before_ray.ray_version import check_ray
+from dp_ray.cluster.ray_version import check_ray
 
 check_ray()  # before any module of this package imports Ray

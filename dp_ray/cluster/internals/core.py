@@ -1,4 +1,4 @@
-"""Ray Core: enter a cluster, look at its nodes, and drain one on purpose."""
+"""Ray Core: enter a cluster, look at its nodes, drain one on purpose, and send files to it."""
 
 import json
 import os
@@ -6,11 +6,13 @@ import secrets
 import shlex
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import psutil
 import ray
@@ -19,15 +21,20 @@ import ray._private.state
 import ray._private.utils
 import ray._private.worker
 import ray._raylet
+import requests
 import yaml
-from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS, RAY_RUNTIME_ENV_IGNORE_GITIGNORE
+from ray._private.runtime_env import packaging
 from ray.core.generated import autoscaler_pb2
 
-from dp_ray.before_ray.variables import AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
+from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS, UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
+from dp_ray.system import linux
 from dp_ray.system.process import patched
 
 CONNECT_SECONDS = 10.0
+LOG_SECONDS = 7 * 24 * 3600  # how long Ray may take to send a file
+PIECE = 1 << 20
 _GCS = "--gcs-address="  # an argument of each raylet
 _LOGS, _CLUSTER_FILE = "--logs-dir", "--autoscaling-config"  # arguments of the head's monitor
 
@@ -259,6 +266,56 @@ def raylet_of_this_worker() -> psutil.Process:
     return raylet
 
 
+def leave_on_head(client: Any, data: bytes, name: str = "") -> str:
+    """Upload bytes as Ray's job client uploads code packages, and return their address, which holds `name`.
+
+    Ray removes them after ten minutes without use. Raises RuntimeError if Ray refuses them.
+    Public: none; Ray logs all that `submit_job` carries.
+    """
+    place = place_on_head(name or uuid.uuid4().hex)
+    answer = client._do_request("PUT", f"/api/packages/{place.replace('://', '/')}", data=data)
+    if answer.status_code != 200 or not client._package_exists(place):
+        raise RuntimeError(f"it does not take the values of env: status {answer.status_code}")
+    return place
+
+
+def place_on_head(name: str) -> str:
+    """Return the address of bytes that are left on the head under a name. Public: none."""
+    return f"gcs://_ray_pkg_{name}.zip"
+
+
+def take_from_head(address: str, place: str) -> bytes | None:
+    """Take and remove the bytes that `leave_on_head` uploaded; None if they are gone. Public: none."""
+    head = ray._raylet.GcsClient(address=address)
+    left: bytes | None = head.internal_kv_get(place.encode(), None)
+    head.internal_kv_del(place.encode(), False, None)
+    return left
+
+
+def own_log_folder() -> Path:
+    """Return the log folder of the node on which this submitted job runs: its own output is a file in it.
+
+    Ray's dashboard serves the files of this folder, and follows links in it. Public: none.
+    """
+    return Path(linux.path_of_stdout()).parent
+
+
+@contextmanager
+def log_file(client: Any, node_id: str, name: str, seconds: float) -> Iterator[Iterator[bytes]]:
+    """Within the block, read a file below a node's log folder, in pieces; `seconds` is how long a piece may take.
+
+    Raises FileNotFoundError if there is none, or requests' errors if the connection breaks.
+    Public: ray.util.state.get_log, which waits for ever where a connection is silent.
+    """
+    given = {"node_id": node_id, "filename": name, "lines": -1, "timeout": LOG_SECONDS}
+    url = f"{client._address}/api/v0/logs/file?{urlencode(given)}"
+    own = {"headers": client._headers, "cookies": client._cookies, "verify": client._verify}
+    with requests.get(url, stream=True, timeout=seconds, **own) as answer:
+        if answer.status_code != requests.codes.ok:
+            raise FileNotFoundError(f"{name}: {answer.text}")
+        yield answer.iter_content(PIECE)
+
+
 def name_own_job(address: str, names: Mapping[str, str]) -> None:
     """Add names, each under its key, to the metadata of the submitted job that this process is in.
 
@@ -276,3 +333,16 @@ def name_own_job(address: str, names: Mapping[str, str]) -> None:
     if names.keys() - (known["metadata"] or {}).keys():
         known["metadata"] = {**names, **(known["metadata"] or {})}
         head.internal_kv_put(record, json.dumps(known).encode(), True, jobs)
+
+
+def packed_files(folder: str, excludes: Sequence[str]) -> list[Path]:
+    """Return the files of a folder that Ray packs: without the excluded ones, and those that its ignore files name.
+
+    Public: none; Ray says only how large a package is, once it is made.
+    """
+    paths: list[Path] = []
+    root = Path(folder).absolute()
+    excluded = [packaging._get_excludes(root, list(excludes))]
+    heeds_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
+    packaging._dir_travel(root, excluded, paths.append, include_gitignore=heeds_git)
+    return [path for path in paths if path.is_file()]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from dp_ray.before_ray.variables import WARN_BLOCKING
 from dp_ray.cluster.internals.controller import WorkerController
 from dp_ray.cluster.internals.core import label_of, put_apart
 from dp_ray.cluster.internals.train import OwnController, WorkerRestarts, WorkerScaling, WorkersStart
+from dp_ray.cluster.internals.variables import WARN_BLOCKING
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import patched
 

@@ -21,11 +21,10 @@ import requests
 from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from dp_ray.before_ray.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.cluster.connect import RUN_NAME, address_of, authenticate, code_to_ship
-from dp_ray.cluster.internals.core import find_users_token
+from dp_ray.cluster.internals.core import find_users_token, leave_on_head, log_file, packed_files, take_from_head
+from dp_ray.cluster.internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.errors import DONE, FAILED, INTERRUPTED, ClusterError, JobError
-from dp_ray.remote.internals import leave_on_head, log_file, packed_files, take_from_head
 from dp_ray.system.threads import Terminated
 from dp_ray.text import counted, harmless, hide, listed
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import dp_ray
-from dp_ray.before_ray.variables import VARIABLES
+from dp_ray.cluster import fetch as fetching
+from dp_ray.cluster.fetch import FetchRequest, FromHere, fetch_run
+from dp_ray.cluster.internals.variables import VARIABLES
 from dp_ray.driver.from_run import follow_up
 from dp_ray.errors import ClusterError, Error, JobError, StorageError
-from dp_ray.remote import fetch as fetching
-from dp_ray.remote.fetch import FetchRequest, FromHere, fetch_run
 from dp_ray.rundir.content import FETCHED, Content, Entry, check_names, chosen_files
 from dp_ray.storage import Storage
 from tests.support.cli import status_of

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dp_ray.before_ray import forked_worker, quick_start
-from dp_ray.before_ray.variables import ADDRESS, JOB_CONFIG
+from dp_ray.cluster.internals import forked_worker, quick_start
+from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.job.job import Job
 from dp_ray.job.keys import ModuleKeys, WorkerKeys
 from dp_ray.system.process import remove_orphans
@@ -186,7 +186,7 @@ def test_what_the_server_imports_is_torch_and_not_ray_and_starts_no_thread() -> 
     """Ray starts threads and reads its environment when it is imported; a fork keeps neither."""
     code = (
         "import contextlib, importlib, os, sys\n"
-        "from dp_ray.before_ray.quick_start import MODULES, OF_TRAINING\n"
+        "from dp_ray.cluster.internals.quick_start import MODULES, OF_TRAINING\n"
         "for name in MODULES + OF_TRAINING: importlib.import_module(name)\n"
         "assert 'torch' in sys.modules and 'ray' not in sys.modules\n"
         "print(*(open(f'/proc/self/task/{one}/comm').read() for one in os.listdir('/proc/self/task')))"
@@ -257,7 +257,7 @@ def test_torch_gets_the_threads_that_ray_would_set(
 @pytest.mark.slow
 def test_a_killed_driver_ends_its_server(program: Path) -> None:
     code = (
-        "import time\nfrom dp_ray.before_ray import quick_start\nfrom dp_ray.job.keys import WorkerKeys\n"
+        "import time\nfrom dp_ray.cluster.internals import quick_start\nfrom dp_ray.job.keys import WorkerKeys\n"
         "quick_start.MODULES = ()\n"
         "with quick_start.forking(WorkerKeys(workers=2)) as server:\n print(server, flush=True)\n time.sleep(60)"
     )

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 import dp_ray
-from dp_ray.before_ray.variables import AUTH_MODE, AUTH_TOKEN, VARIABLES
+from dp_ray.cluster import submit
+from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, VARIABLES
+from dp_ray.cluster.submit import Dashboard, Follower, upload_lines
 from dp_ray.errors import ClusterError
-from dp_ray.remote import submit
-from dp_ray.remote.submit import Dashboard, Follower, upload_lines
 from tests.support.cluster import ROOT, Cluster
 from tests.support.drivers import SLOW, told
 from tests.support.pages import blocks_of

@@ -3,7 +3,7 @@
 Without it, `start_local` is a plain `ray.init`, and each worker starts as Ray starts it: the same results, some
 seconds later.
 
-Workers are forked from a server, a process with torch imported (`fork_server.py`): each would take three
+Workers are forked from a server, a process with torch imported (`cluster/fork_server.py`): each would take three
 seconds to import it. The server starts before Ray is imported, so this module imports Ray only where it is there.
 The processes that nobody would ask anything are not started; each takes a second of a core.
 """
@@ -19,9 +19,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dp_ray.before_ray import fork_server, forked_worker
-from dp_ray.before_ray.ray_version import unknown_ray
-from dp_ray.before_ray.variables import ADDRESS, JOB_CONFIG
+from dp_ray.cluster import fork_server
+from dp_ray.cluster.internals import forked_worker
+from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
+from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.job.job import Job
 from dp_ray.job.keys import ModuleKeys, WorkerKeys
 from dp_ray.system.linux import forks_after_imports

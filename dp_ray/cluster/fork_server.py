@@ -1,6 +1,6 @@
 """A process of its own that imports what workers import, and forks each worker from itself.
 
-The program of `quick_start.py`. It imports all but Ray itself, which starts threads and reads its
+The program of `internals/quick_start.py`. It imports all but Ray itself, which starts threads and reads its
 environment when it is imported: each worker does that for itself, in a tenth of a second.
 """
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dp_ray.before_ray import fork_server, forked_worker, quick_start
+from dp_ray.cluster import fork_server
+from dp_ray.cluster.internals import forked_worker, quick_start
 from dp_ray.system.process import own_folder, short_folder
 from tests.support.within import within
 

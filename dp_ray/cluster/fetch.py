@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Protocol
 
 from dp_ray.cluster.connect import RUN_STORAGE
+from dp_ray.cluster.offer import LISTING, RENEW_SECONDS
+from dp_ray.cluster.submit import LOOK_SECONDS, STATUSES, Dashboard, Say, run_name_of, text_of_bytes
 from dp_ray.errors import BAD_JOB, ClusterError, JobError, StorageError
 from dp_ray.job.job import NAME
-from dp_ray.remote.offer import LISTING, RENEW_SECONDS
-from dp_ray.remote.submit import LOOK_SECONDS, STATUSES, Dashboard, Say, run_name_of, text_of_bytes
 from dp_ray.rundir.content import (
     CONTENT_JSON,
     FETCHED_JSON,
@@ -209,7 +209,7 @@ def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) 
         with suppress(ClusterError):  # away for a moment; the files tell if it is for longer
             dashboard.leave(b"here", offer)
 
-    offer = dashboard.start(["python", "-m", "dp_ray.remote.offer", place, name, *kinds])
+    offer = dashboard.start(["python", "-m", "dp_ray.cluster.offer", place, name, *kinds])
     try:
         with repeated("fetch", RENEW_SECONDS, renew):
             node_id, content = _offered(dashboard, offer, name)

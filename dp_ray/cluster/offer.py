@@ -19,11 +19,10 @@ from pathlib import Path
 from ray.exceptions import RayError
 
 from dp_ray.cluster.connect import address_of, authenticate
+from dp_ray.cluster.internals.core import own_log_folder, place_on_head, take_from_head
 from dp_ray.errors import DONE, Error
-from dp_ray.remote.internals import place_on_head, take_from_head
 from dp_ray.rundir.content import CONTENT_JSON, content_of
 from dp_ray.storage import PIECE, Storage
-from dp_ray.system.linux import path_of_stdout
 
 LISTING = "content.json"
 SILENT_SECONDS = 180.0
@@ -38,8 +37,7 @@ def main(place: str, name: str, *kinds_and_offer: str) -> int:
     try:
         is_below_home = "://" not in place and not Path(place).expanduser().is_absolute()
         base = Storage(str(Path.home() / place) if is_below_home else place)
-        logs = Path(path_of_stdout()).parent  # a submitted job prints to a file in its node's log folder
-        with _folder(logs / offer) as folder:
+        with _folder(own_log_folder() / offer) as folder:
             os.chdir(folder)  # so that errors name whole paths
             _fill(folder, base, name, kinds)
             _wait(offer)

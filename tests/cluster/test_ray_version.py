@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dp_ray.before_ray import ray_version
-from dp_ray.before_ray.quick_start import SWITCH, is_quick
-from dp_ray.before_ray.ray_version import RANGE, TRIED, check_ray, unknown_ray
+from dp_ray.cluster import ray_version
+from dp_ray.cluster.internals.quick_start import SWITCH, is_quick
+from dp_ray.cluster.ray_version import RANGE, TRIED, check_ray, unknown_ray
 from dp_ray.errors import ClusterError
 from tests.support import forked
 from tests.support.cluster import ROOT
