@@ -95,6 +95,11 @@ def test_every_page_is_in_the_menu_once() -> None:
     assert not more, f"docs/index.md lists twice, or without a page: {list(more)}"
 
 
+def test_old_addresses_lead_to_pages() -> None:
+    for old, new in menu["MOVED"].items():
+        assert not (ROOT / "docs" / old).exists() and (ROOT / "docs" / new).is_file(), old
+
+
 def test_the_list_for_language_models_has_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     told = menu["llms_txt"](index, "dp_ray", "What it is.")
