@@ -1,7 +1,7 @@
 """The site, by Sphinx; `make site` builds it. The pages are those that GitHub shows, where they stand.
 
 What GitHub would show as code is made here, so that no page holds it: the menu and llms.txt (`menu.py`), tabs from
-blocks that stand one after the other, what autodoc is to show, and targets of links from `<a id="..."></a>`.
+blocks that stand one after the other, tables of files, what autodoc is to show, and targets of links from `<a id="..."></a>`.
 """
 
 import posixpath
@@ -24,6 +24,8 @@ _TABS = re.compile(r"^<!-- tabs: (.*) -->\n(.*?)^<!-- end of tabs -->$", re.M | 
 # `<!-- autodoc: class dp_ray.Loop: steps, stop -->`: a name, and of a class the members that are shown. An `object`
 # is of a class that the reader does not call.
 _AUTODOC = re.compile(r"^<!-- autodoc: (class|object|function) ([\w.]+)(?:: (.*))? -->$", re.M)
+# `<!-- table: benchmarks.csv -->`: a table of a file beside the page, whose first row is the head.
+_TABLE = re.compile(r"^<!-- table: (\S+) -->$", re.M)
 _BLOCK = re.compile(r"^```\w+\n.*?^```$", re.M | re.S)
 _not_called: set[str] = set()
 _ANCHOR = re.compile(r'<a id="([^"]+)">')
@@ -65,6 +67,7 @@ def add_what_github_lacks(app: Any, docname: str, source: list[str]) -> None:
     if docname == root_doc:
         source[0] += menu.menu(INDEX)
     source[0] += menu.menus_below(INDEX).get(f"{docname.removeprefix('docs/')}.md", "")
+    source[0] = _TABLE.sub(r"```{csv-table}\n:file: \1\n:header-rows: 1\n```", source[0])
     source[0] = _AUTODOC.sub(_autodoc, _TABS.sub(_tabs, source[0]))
 
 

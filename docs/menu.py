@@ -8,7 +8,9 @@ _GROUP = re.compile(r"^## (.*)$", re.M)
 _ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.md)\): (.*)$", re.M)
 
 # Pages that have become part of another one, both as paths from docs/: the site leads on from the old addresses.
-MOVED: dict[str, str] = {}
+MOVED = {
+    "carry-on.md": "faults.md",
+}
 
 
 class Entry(NamedTuple):
