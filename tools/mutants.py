@@ -427,12 +427,6 @@ def every() -> list[Mutant]:
     return [*MUTANTS, *islice(drawn(SEED, files), DRAWN)]
 
 
-def row(mutant: Mutant) -> str:
-    """Return a mutant's line in docs/contributing/tests.md."""
-    what = mutant.what.replace("drawn: ", f"`{mutant.file}`, drawn: ")
-    return f"| {what} | `{mutant.shows}` |"
-
-
 def main(words: list[str]) -> int:
     """Print for each mutant the first test that fails; return whether `make test` or `make full` misses too many."""
     wanted = [each for each in every() if not words or any(word in f"{each.what} {each.file}" for word in words)]
