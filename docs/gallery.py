@@ -65,7 +65,7 @@ JOBS = (
     Shown("characters", "a GPT of characters, [sharded](sharding.md) over two workers by FSDP", EXAMPLES),
     Shown("gpt", "a GPT of bytes, on [packed](packing.md) documents of two sources", "tests/engine/test_packing.py"),
     Shown("hugging_face", "a model of transformers, sharded by FSDP", EXAMPLES, needs="transformers"),
-    Shown("embeddings", "[a prediction](predictions.md): embeddings and labels, to Parquet", EXAMPLES, (DIGITS,)),
+    Shown("embeddings", "[a prediction](outputs.md): embeddings and labels, to Parquet", EXAMPLES, (DIGITS,)),
     Shown(
         "digits",
         "[a sweep](sweeps.md) of learning rates",

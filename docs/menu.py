@@ -10,6 +10,11 @@ _ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.md)\): (.*)$", re.M)
 # Pages that have become part of another one, both as paths from docs/: the site leads on from the old addresses.
 MOVED = {
     "carry-on.md": "faults.md",
+    "comparison.md": "coming-from.md",
+    "contributing/glossary.md": "glossary.md",
+    "contributing/memory.md": "contributing/sharding.md",
+    "predictions.md": "outputs.md",
+    "python.md": "api.md",
 }
 
 
