@@ -31,11 +31,8 @@ BOM = b"\xef\xbb\xbf"  # some programs begin a file with it
 
 # What the numbers of a column are: bits that an index keeps in its schema, joined over stretches and files by `|`.
 LOOKS = b"looks"
-FRACTION, ROUNDED, SMALL = (
-    1,
-    2,
-    4,
-)  # some are not whole; float32 would change a whole one; some are below EXACT_FLOAT32
+FRACTION, ROUNDED = 1, 2  # some are not whole; float32 would change a whole one
+SMALL = 4  # some are below EXACT_FLOAT32
 MISSING, LARGE, PADDED = 8, 16, 32  # some are missing; some are above what float64 keeps; some have leading zeros
 EXACT_FLOAT32, EXACT_FLOAT64 = 1 << 24, 1 << 53  # up to these, all whole numbers are kept
 
@@ -62,36 +59,35 @@ class TextTable(Tabular[Stretch]):
         files, types = find_files(paths, self.SUFFIXES), types or {}
         indices = in_threads(lambda file: index_of(file, self._kind, lambda: self._look(file)), files)
         pairs, self._folders = list(zip(files, indices, strict=True)), folder_columns(files)
-        for file, index in pairs:
-            if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
-                own = dict.fromkeys((*index.arrow_schema.names, *self._folders[str(file)]))
+        for file, (stretches, there) in pairs:
+            if stretches or there.names:  # else it is empty, and lacks nothing
+                own = dict.fromkeys((*there.names, *self._folders[str(file)]))
                 check_columns(file, list(own), [*(columns or ()), *types])
-            for field in index.arrow_schema:
+            for field in there:
                 # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
                 is_wanted = field.name not in types and (columns is None or field.name in columns)
                 if is_wanted and pa.types.is_binary(field.type):
                     advice = "mend the file, or set the column's type to binary with types"
                     raise DataError(f"{file}: column {field.name!r} holds bytes that are not UTF-8; {advice}")
-        looks = _joined_looks([index.arrow_schema for index in indices])
-        found = _joined([index.arrow_schema for index in indices])
+        schemas = [schema for _, schema in indices]
+        looks, found = _joined_looks(schemas), _joined(schemas)
         self._schema = _with_types(found, types, looks)
         self._read_as = _with_types(found, types, looks, whole=pa.float64())  # `1.0` is no int64 to pyarrow
         for name in [field.name for field in self._schema if str(BEYOND) in str(field.type)]:
-            for file, index in pairs:  # to name the first one with such a number
-                there = index.arrow_schema
-                if name in there.names and str(BEYOND) in str(there.field(name).type):
-                    says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
-                    raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
-        filled = [(file, index.arrow_schema.names) for file, index in pairs if index.stretches]
-        there = [
+            # The first one with such a number.
+            file = next(file for file, (_, own) in pairs if name in own.names and str(BEYOND) in str(own.field(name)))
+            says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
+            raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
+        filled = [(file, schema.names) for file, (stretches, schema) in pairs if stretches]
+        of_files = [
             list(dict.fromkeys((*(self._schema.names if self.MAY_LACK else names), *self._folders[str(file)])))
             for file, names in filled
         ]
-        self._columns = columns_of([file for file, _ in filled], there, columns)
+        self._columns = columns_of([file for file, _ in filled], of_files, columns)
         self._decode = decode_of(decode, columns)
         read = [field for field in self._schema if field.name in self._columns and field.name not in types]
         self.reads_as = tuple(_reads_as(files[0], read, found))
-        blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
+        blocks = [Block(file, part.rows, part, str(part)) for file, (parts, _) in pairs for part in parts]
         super().__init__(files, blocks, cache_bytes)
 
     @property

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item
 from dp_ray.data.files import (
@@ -68,9 +69,9 @@ class WebDataset(Blocks[Stretch]):
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         files = find_files(paths, [".tar"])
-        indices = in_threads(lambda file: index_of(file, "samples", lambda: (_stretches(file), None)), files)
+        indices = in_threads(lambda file: index_of(file, "samples", lambda: (_stretches(file), pa.schema([]))), files)
         pairs = zip(files, indices, strict=True)
-        blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
+        blocks = [Block(file, part.rows, part, str(part)) for file, (parts, _) in pairs for part in parts]
         self._columns = None if columns is None else list(columns)
         self._decode = decode_of(decode, columns)
         super().__init__(files, blocks, cache_bytes)
@@ -275,11 +276,7 @@ class Images(Blocks[int]):
         super().__init__(files, [Block(file, 1, 0) for file in files], 0)
 
     def _read(self, block: Block[int]) -> tuple[Item, int]:
-        def read() -> bytes:
-            with block.file.open() as stream:
-                return stream.read()  # type: ignore[no-any-return]
-
-        encoded = with_retries(read, str(block.file), block.file.is_local)
+        encoded = block.file.read(lambda stream: stream.read())
         try:
             item: Item = {"image": image(encoded, self._size), "path": block.file.name}
         except DataError as error:
