@@ -244,12 +244,17 @@ class Blocks(Dataset[Item], Generic[BlockSource]):
         """Return numbers about these samples, kept beside the first file, if they were made `of` the same."""
         return kept_numbers(self.files[0], kind, of, build)
 
-    def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[RowNumbers, Any, RowNumbers]]:
-        """For each block with samples at the indices, return their places in these, its contents, and their rows."""
+    def _wanted(self, indices: Sequence[int]) -> RowNumbers:
+        """Return the indices, counted from the begin. Raises IndexError."""
         wanted = np.asarray(indices, np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"sample {indices} of {len(self)}")
+        return wanted
+
+    def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[RowNumbers, Any, RowNumbers]]:
+        """For each block with samples at the indices, return their places in these, its contents, and their rows."""
+        wanted = self._wanted(indices)
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         # Blocks in the order in which they are first needed: a new window's blocks follow those of the last window.
         asked = list(dict.fromkeys(numbers.tolist()))

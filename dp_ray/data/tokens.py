@@ -120,12 +120,10 @@ class Tokens(Blocks[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """Return the samples at these indices, in order. Raises IndexError, and DataError if a file is damaged."""
-        wanted = np.asarray(indices, np.int64)
-        wanted = np.where(wanted < 0, wanted + len(self), wanted)
-        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"sample {indices} of {len(self)}")
+        wanted = self._wanted(indices)
         if self.length is None:
-            return [{INPUTS: _tensor(self.read(*self._documents.bounds(row)))} for row in wanted.tolist()]
+            documents = [self.read(*self._documents.bounds(row)) for row in wanted.tolist()]
+            return [{INPUTS: torch.from_numpy(tokens.astype(np.int64))} for tokens in documents]
         both = self._windows(wanted)
         return [{INPUTS: inputs, LABELS: labels} for inputs, labels in zip(*both, strict=True)]
 
@@ -281,10 +279,6 @@ class _Mapped(Arrow):
 
     def _open(self, file: File) -> pa.NativeFile:
         return pa.memory_map(file.folder.file(file.name)) if file.is_local else file.open()
-
-
-def _tensor(tokens: Numbers) -> torch.Tensor:
-    return torch.from_numpy(tokens.astype(np.int64))
 
 
 def _beside(file: File, suffix: str) -> File | None:
