@@ -13,6 +13,7 @@ MOVED = {
     "comparison.md": "coming-from.md",
     "contributing/glossary.md": "glossary.md",
     "contributing/memory.md": "contributing/sharding.md",
+    "files.md": "data.md",
     "predictions.md": "outputs.md",
     "python.md": "api.md",
 }

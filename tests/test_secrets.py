@@ -303,7 +303,7 @@ def test_errors_and_their_notes_tell_none() -> None:
 
 
 # Files of numbers and of names that dp_ray gives; those of set-aside samples carry data, and hide what tells of it.
-PLAIN_JSON = {"rundir/lease.py", "outputs/files.py", "system/process.py", "data/files.py", "rundir/quarantine.py"}
+PLAIN_JSON = {"rundir/lease.py", "outputs/files.py", "system/process.py", "rundir/quarantine.py"}
 PLAIN_JSON |= {"tasks/setup.py"}  # whose keys `form_of` hides
 
 

@@ -131,48 +131,35 @@ class Cache:
             self._bytes -= self._held.popitem(last=False)[1][1]
 
     def _read_on(self) -> None:
-        """Start threads for what is to be read in the background."""
-        while self._num_threads < AHEAD_AT_ONCE and (begun := self._begin()) is not None:
+        """Start threads for what is to be read in the background, in its order, as far as there is room."""
+        while self._coming and self._num_threads < AHEAD_AT_ONCE and self._has_room():
+            key = next(iter(self._coming))
+            self._reading.add(key)
             self._num_threads += 1
-            threading.Thread(target=self._read_coming, args=begun, name="reading-ahead", daemon=True).start()
+            begun = key, self._coming.pop(key)
+            threading.Thread(target=self._read_in_background, args=begun, name="reading-ahead", daemon=True).start()
 
-    def _begin(self) -> tuple[Any, Load] | None:
-        """Begin to read the next value; None if there is none, or no room for it."""
-        if not self._coming:
-            return None
-        # It must fit beside the values read ahead and those that must be held, even if all are as large as the
-        # largest.
+    def _has_room(self) -> bool:
+        """Whether one more fits beside those read ahead and those to be held, even if all are like the largest."""
         ahead = sum(size for _, size in self._ahead.values())
         needed = ahead + (self.least + len(self._reading) + 1) * self._largest
-        if not self._largest or needed > self.most_bytes:  # without a largest one, no size is known yet
-            return None
-        key = next(iter(self._coming))
-        self._reading.add(key)
-        return key, self._coming.pop(key)
+        return self._largest > 0 and needed <= self.most_bytes  # without a largest one, no size is known yet
 
-    def _read_coming(self, key: Any, load: Load) -> None:
-        """Read one value after another: the work of a thread."""
-        begun: tuple[Any, Load] | None = key, load
-        while begun is not None:
-            key, load = begun
-            began, read = time.perf_counter(), None
-            with suppress(Exception):  # the reader that needs it loads it again, and gets the error
-                read = load(key)
-            begun = self._end(key, read, time.perf_counter() - began)
-
-    def _end(self, key: Any, read: tuple[Any, int] | None, seconds: float) -> tuple[Any, Load] | None:
-        """Keep a value that was read, unless it is no longer needed; begin to read the next one."""
+    def _read_in_background(self, key: Any, load: Load) -> None:
+        """Read a value, and keep it unless it is no longer needed: the work of a thread."""
+        began, read = time.perf_counter(), None
+        with suppress(Exception):  # the reader that needs it loads it again, and gets the error
+            read = load(key)
         with self._changed:
-            self._seconds += seconds
+            self._seconds += time.perf_counter() - began
             if key in self._reading:
                 self._reading.remove(key)
                 if read is not None:
                     self._ahead[key] = read
                     self._count(read[1])
-            begun = self._begin()
-            self._num_threads -= begun is None
+            self._num_threads -= 1
+            self._read_on()
             self._changed.notify_all()
-            return begun
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Cache, (self.most_bytes, self.least)
@@ -257,12 +244,17 @@ class Blocks(Dataset[Item], Generic[BlockSource]):
         """Return numbers about these samples, kept beside the first file, if they were made `of` the same."""
         return kept_numbers(self.files[0], kind, of, build)
 
-    def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[RowNumbers, Any, RowNumbers]]:
-        """For each block with samples at the indices, return their places in these, its contents, and their rows."""
+    def _wanted(self, indices: Sequence[int]) -> RowNumbers:
+        """Return the indices, counted from the begin. Raises IndexError."""
         wanted = np.asarray(indices, np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"sample {indices} of {len(self)}")
+        return wanted
+
+    def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[RowNumbers, Any, RowNumbers]]:
+        """For each block with samples at the indices, return their places in these, its contents, and their rows."""
+        wanted = self._wanted(indices)
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         # Blocks in the order in which they are first needed: a new window's blocks follow those of the last window.
         asked = list(dict.fromkeys(numbers.tolist()))

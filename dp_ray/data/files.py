@@ -3,7 +3,6 @@
 A file that must be read once to know where its samples lie gets an index, which is kept beside it.
 """
 
-import base64
 import errno
 import fnmatch
 import glob
@@ -14,15 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import fs as pafs
 
 from dp_ray.errors import DataError, StorageError
-from dp_ray.records import IGNORE, Record
 from dp_ray.storage import Storage, is_text
 from dp_ray.tables import Numbers, array_of, numbers
 from dp_ray.text import hide, listed
@@ -35,7 +34,8 @@ ATTEMPTS = 5
 WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
 FILES_AT_ONCE = 32
 STRETCH_BYTES = 4 << 20
-VERSION = 3  # of the index's form, and of how it is found
+VERSION = 4  # of the form of what is kept beside a file, and of how it is found
+COLUMNS = b"columns"  # beside the stretches of an index: the types of the file's columns
 # Errors of a local or mounted disk after which another attempt may succeed.
 PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
@@ -62,6 +62,15 @@ class File:
     def open(self) -> pa.NativeFile:
         """Return the file, opened for reading at any position; it reports errors as OSErrors."""
         return self.folder.fs.open_input_file(self.folder.file(self.name))
+
+    def read(self, look: Callable[[pa.NativeFile], T], where: str = "") -> T:
+        """Return what `look` gives for the opened file; `where` says in words what it reads. See `with_retries`."""
+
+        def opened() -> T:
+            with self.open() as stream:
+                return look(stream)
+
+        return with_retries(opened, where or str(self), self.is_local)
 
     @property
     def is_local(self) -> bool:
@@ -245,13 +254,7 @@ def _is_hidden(name: str) -> bool:
 
 def with_etag(file: File) -> File:
     """Return a file of an object store with its ETag as its version, if it has one; a local file as it is."""
-
-    def read() -> bytes:
-        with file.open() as stream:
-            metadata: dict[str, bytes] = stream.metadata() or {}
-        return metadata.get("ETag", b"")
-
-    tag = b"" if file.is_local else with_retries(read, str(file))
+    tag = b"" if file.is_local else file.read(lambda stream: (stream.metadata() or {}).get("ETag", b""))
     return replace(file, version=tag.decode().strip('"') or file.version)
 
 
@@ -290,67 +293,59 @@ class Stretch(NamedTuple):
         return f"bytes {self.start} to {self.stop}"
 
 
-@dataclass(frozen=True)
-class Index:
-    """Where the samples of a file lie, and the types of its columns, as a serialized Arrow schema in base64."""
+def index_of(
+    file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.Schema]]
+) -> tuple[list[Stretch], pa.Schema]:
+    """Return where the samples of a file lie, and the types of its columns, by what is kept beside it.
 
-    size: int
-    version: str
-    stretches: list[Stretch] = field(default_factory=list)
-    schema: str = ""
-    form: int = VERSION
-
-    @property
-    def arrow_schema(self) -> pa.Schema:
-        """The types of the columns."""
-        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
-
-
-# An index that cannot be used is built anew.
-INDEX_JSON = Record[Index | None](Index, missing=None, damaged=IGNORE, unreachable=IGNORE, hides=False, end="")
-
-
-def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], pa.Schema | None]]) -> Index:
-    """Return the file's index: the one kept beside it, if the file has not changed since, else what `build` gives.
-
-    A new index is kept if the folder may be written. `kind` is part of its name: what builds it, and how.
+    `kind` is a part of the name there: what `build` looks for, and how. Raises what `with_retries` raises.
     """
-    folder, _, base = file.name.rpartition("/")
-    name = f"{folder}/.{base}.{kind}.json".lstrip("/")
-    index = INDEX_JSON.read(file.folder, name)
-    if index is not None and (index.size, index.version, index.form) == (file.size, file.version, VERSION):
-        return index
-    stretches, schema = with_retries(build, str(file), file.is_local)
-    text = "" if schema is None else base64.b64encode(schema.serialize().to_pybytes()).decode()
-    built = Index(file.size, file.version, stretches, text)
-    INDEX_JSON.write(file.folder, built, name)
-    return built
+
+    def look() -> pa.RecordBatch:
+        stretches, schema = with_retries(build, str(file), file.is_local)
+        columns = np.array(stretches, np.int64).reshape(-1, len(Stretch._fields)).T
+        metadata = {COLUMNS: schema.serialize().to_pybytes()}
+        return pa.RecordBatch.from_arrays(
+            list(map(array_of, columns)), names=list(Stretch._fields), metadata=metadata
+        )
+
+    batch = _kept(file, kind, f"{file.size}, {file.version}", look)
+    stretches = [Stretch(*each) for each in zip(*(column.to_pylist() for column in batch.columns), strict=True)]
+    return stretches, pa.ipc.read_schema(pa.py_buffer(batch.schema.metadata[COLUMNS]))
 
 
 def kept_numbers(file: File, kind: str, of: str, build: Callable[[], Numbers]) -> Numbers:
     """Return the numbers kept beside a file, if they were made `of` the same, else what `build` gives.
 
+    `kind` is a part of the name there. Raises what `build` raises.
+    """
+    batch = _kept(file, kind, of, lambda: pa.RecordBatch.from_arrays([array_of(build())], names=["numbers"]))
+    return numbers(batch.column(0))
+
+
+def _kept(file: File, kind: str, of: str, build: Callable[[], pa.RecordBatch]) -> pa.RecordBatch:
+    """Return the rows kept beside a file, if they were made `of` the same, else what `build` gives.
+
     New ones are kept if the folder may be written: as an Arrow file, which is mapped into memory on a local disk.
-    `kind` is a part of its name. Raises what `build` raises.
     """
     folder, _, base = file.name.rpartition("/")
     name = f"{folder}/.{base}.{quote(kind, safe=' =+,')}.arrow".lstrip("/")
     of = f"{of}, form {VERSION}"
-    with (
-        suppress(StorageError, OSError, pa.ArrowException, ValueError, TypeError),  # they are made anew
-        pa.memory_map(file.folder.file(name)) if file.is_local else file.folder.open(name) as stream,
-    ):
-        reader = pa.ipc.open_file(stream)
-        if (reader.schema.metadata or {}).get(b"of") == of.encode():
-            return numbers(reader.get_batch(0).column(0))
+    with suppress(StorageError, OSError, pa.ArrowException, ValueError, TypeError):  # they are made anew
+        path = file.folder.file(name)
+        # From a store all at once: pyarrow would ask several times, and there may be thousands of files.
+        with pa.memory_map(path) if file.is_local else pa.BufferReader(file.folder.read_bytes(name)) as stream:
+            batch = pa.ipc.open_file(stream).get_batch(0)
+        if (batch.schema.metadata or {}).get(b"of") == of.encode():
+            return batch
     made = build()
-    table = pa.record_batch([array_of(made)], pa.schema([("numbers", pa.from_numpy_dtype(made.dtype))], {"of": of}))
+    made = made.replace_schema_metadata({**(made.schema.metadata or {}), "of": of})
     with (
         suppress(StorageError, OSError),
         file.folder.writing(name) as out,
-        pa.ipc.new_file(out, table.schema) as writer,
+        pa.ipc.new_file(out, made.schema) as writer,
     ):
-        writer.write_batch(table)
+        writer.write_batch(made)
     return made
 
 

@@ -5,14 +5,11 @@ from fractions import Fraction
 from typing import Any, TypeAlias
 
 import numpy as np
-from pydantic import ValidationError
 from torch.utils.data import Dataset
 
 from dp_ray.errors import DataError, Error, JobError
-from dp_ray.job.keys import Target
-from dp_ray.job.targets import bind, build, check_dataset
+from dp_ray.job.targets import bind, build, check_dataset, target_of
 from dp_ray.plan.mixture import Mixture, Stage
-from dp_ray.plan.order import LIMIT
 from dp_ray.text import did_you_mean, listed
 
 Weights: TypeAlias = Mapping[str, Any]
@@ -66,12 +63,13 @@ class Mix(Dataset[Any]):
         fields: Sequence[str] | None = None,
     ) -> tuple[tuple[Stage, ...], str | int]:
         """Check the arguments without building a source; return the stages of weights, and what ends an epoch."""
-        if not isinstance(sources, Mapping) or not sources or FROM in sources or not all(map(_is_name, sources)):
+        are_named = isinstance(sources, Mapping) and all(name and isinstance(name, str) for name in sources)
+        if not are_named or not sources or FROM in sources:
             says = f"must map names to datasets, none of them {FROM!r}"
             raise JobError(f"Mix: sources: {says}, got {sources!r:.80}")
         for name, source in sources.items():
-            if isinstance(target := _target_of(f"sources.{name}", source), Target):
-                bind(f"sources.{name}", target)
+            if isinstance(source, str | Mapping):
+                bind(f"sources.{name}", target_of(f"Mix: sources.{name}", source))
         if fields is not None and (isinstance(fields, str) or not isinstance(fields, Sequence) or not fields):
             raise JobError(f"Mix: fields: must be a list of keys that each item has, like [text]; got {fields!r:.80}")
         return _stages(sorted(sources), weights), _stop(stop)
@@ -174,25 +172,10 @@ class Mix(Dataset[Any]):
             )
 
 
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name != ""
-
-
-def _target_of(key: str, source: Any) -> Any:
-    """Return a source, or its target. Raises JobError for a mapping that is none."""
-    if not isinstance(source, str | Mapping):
-        return source
-    try:
-        return Target.model_validate({"target": source} if isinstance(source, str) else dict(source))
-    except ValidationError as error:
-        says = error.errors()[0]
-        where = ".".join([key, *map(str, says["loc"])])
-        raise JobError(f"Mix: {where}: {says['msg'].removeprefix('Value error, ')}") from None
-
-
 def _built(key: str, source: Any) -> Any:
-    """Return the dataset of a source, which may be a target. Raises what `check_dataset` raises."""
-    dataset = build(key, _target_of(key, source))
+    """Return the dataset of a source, which may be a target. Raises what `target_of` and `check_dataset` raise."""
+    is_target = isinstance(source, str | Mapping)
+    dataset = build(key, target_of(f"Mix: {key}", source)) if is_target else source
     if isinstance(dataset, Mix):
         raise JobError(f"Mix: {key}: is a Mix itself; put its sources and their weights into this one")
     check_dataset(f"Mix: {key}", dataset)
@@ -224,7 +207,7 @@ def _stages(names: list[str], weights: Any) -> tuple[Stage, ...]:
         key = f"weights[{number}]"
         start = given.get(FROM) if isinstance(given, Mapping) else None
         least = stages[-1].start + 1 if stages else 0
-        most = LIMIT if number else 1
+        most = 2**63 if number else 1
         if not isinstance(start, int) or isinstance(start, bool) or not least <= start < most:
             must = f"a row of the run, above {least - 1} and below 2**63" if number else "0, where the run begins"
             raise JobError(f"Mix: {key}.{FROM}: must be {must}; got {start!r}")
@@ -253,14 +236,9 @@ def _shares(key: str, names: list[str], weights: Weights) -> tuple[Fraction, ...
             raise JobError(f"Mix: {key}.{name}: {says}")
         shares.append(share)
     if (total := sum(shares)) != 1:
-        instead = (
-            listed([f"{name}: {share / total}" for name, share in zip(names, shares, strict=True)]) if total else ""
-        )
-        says = (
-            f"write fractions as text, exactly: {instead}"
-            if instead and len(instead) < 100
-            else "as fractions, exactly"
-        )
+        exact = [f"{name}: {share / total}" for name, share in zip(names, shares, strict=True) if total]
+        is_short = 0 < len(listed(exact)) < 100
+        says = f"write fractions as text, exactly: {listed(exact)}" if is_short else "as fractions, exactly"
         raise JobError(f"Mix: {key}: must add up to 1, and add up to {float(total):.17g}; {says}")
     return tuple(shares)
 

@@ -32,8 +32,13 @@ ColumnValues = np.ndarray[Any, Any]
 FOOTER_BYTES = 64 << 20  # of footers kept in each process
 FIRST_MESSAGE = 8  # where it lies in an Arrow file
 NO_VALUE, _WHOLE = "__HIVE_DEFAULT_PARTITION__", re.compile("-?[0-9]{1,18}")  # of a folder that names a column
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-SCHEMA, RECORD_BATCH = 1, 3  # the types of their messages in Arrow's format
+STREAM_BEGINS = b"\xff\xff\xff\xff"  # a message; Arrow's other format begins with its name
+END_OF_STREAM = STREAM_BEGINS + bytes(4)
+END, SCHEMA, RECORD_BATCH = 0, 1, 3  # the types of their messages in Arrow's format
+
+
+class InStream(int):
+    """The byte at which a record batch begins, in a file of Arrow's stream format."""
 
 
 class TableBlock:
@@ -96,10 +101,17 @@ class Tabular(Blocks[BlockSource]):
         for places, block, rows in self._by_block(indices):
             with self._placed(indices[places[0]]):
                 some = block.some(rows, beside)
-            if some is None or not self._place(columns, places, block, rows, len(indices), names):
+            if some is None:
                 return None
             for place, item in zip(places, some, strict=True):
                 items[place] = item
+            for name in block.names if names is None else names:
+                if (column := block.column(name)) is None:
+                    return None
+                whole = columns.setdefault(name, np.empty((len(indices), *column.shape[1:]), column.dtype))
+                if (whole.shape[1:], whole.dtype) != (column.shape[1:], column.dtype):
+                    return None
+                whole[places] = column[rows]
         return {name: torch.from_numpy(whole) for name, whole in columns.items()}, items
 
     def read_values(self, index: int, names: Sequence[str]) -> Item:
@@ -158,26 +170,6 @@ class Tabular(Blocks[BlockSource]):
             sizes.append(numbers(pc.list_value_length(column)).astype(np.uint32))
         return np.concatenate(sizes) if sizes else np.empty(0, np.uint32)
 
-    def _place(
-        self,
-        columns: dict[str, ColumnValues],
-        places: RowNumbers,
-        block: TableBlock,
-        rows: RowNumbers,
-        size: int,
-        names: Sequence[str] | None,
-    ) -> bool:
-        """Put rows of a block's columns into their places of a batch; False if a batch cannot be cut from them."""
-        for name in block.names if names is None else names:
-            column = block.column(name)
-            if column is None:
-                return False
-            whole = columns.setdefault(name, np.empty((size, *column.shape[1:]), column.dtype))
-            if (whole.shape[1:], whole.dtype) != (column.shape[1:], column.dtype):
-                return False
-            whole[places] = column[rows]
-        return True
-
     def _read(self, block: Block[BlockSource]) -> tuple[TableBlock, int]:
         table = with_retries(lambda: self._table(block), str(block), block.file.is_local)
         for name, value in self._folders[str(block.file)].items():
@@ -228,12 +220,14 @@ class ColumnFiles(Tabular[int]):
         check_once(file, names)
         names = list(dict.fromkeys((*names, *self._folders[str(file)])))
         check_columns(file, names, columns)
-        if any(rows < 0 for rows in sizes):
-            raise DataError(f"{file}: is damaged: a {self.BLOCK} has {min(sizes)} rows")
-        return names, [Block(file, rows, number, f"{self.BLOCK} {number}") for number, rows in enumerate(sizes)]
+        if (least := min(sizes.values(), default=0)) < 0:
+            raise DataError(f"{file}: is damaged: a {self.BLOCK} has {least} rows")
+        return names, [
+            Block(file, rows, source, f"{self.BLOCK} {number}") for number, (source, rows) in enumerate(sizes.items())
+        ]
 
-    def _look(self, file: File) -> tuple[list[str], list[int]]:
-        """Return the names of a file's columns, and the number of rows of each block."""
+    def _look(self, file: File) -> tuple[list[str], dict[int, int]]:
+        """Return the names of a file's columns, and the rows of each block by where it lies."""
         raise NotImplementedError
 
 
@@ -258,13 +252,13 @@ class Parquet(ColumnFiles):
     SUFFIXES = (".parquet", ".pq")
     BLOCK = "row group"
 
-    def _look(self, file: File) -> tuple[list[str], list[int]]:
+    def _look(self, file: File) -> tuple[list[str], dict[int, int]]:
         with file.open() as stream:
             found = pq.ParquetFile(stream)
             sizes = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
             if sum(sizes) != found.metadata.num_rows:
                 raise pa.ArrowInvalid(f"it has {found.metadata.num_rows} rows, its row groups {sum(sizes)}")
-            return found.schema_arrow.names, sizes
+            return found.schema_arrow.names, dict(enumerate(sizes))
 
     def _table(self, block: Block[int]) -> pa.Table:
         with block.file.open() as stream:
@@ -301,115 +295,87 @@ class Arrow(ColumnFiles):
     SUFFIXES = (".arrow", ".feather")
     BLOCK = "record batch"
 
-    def __init__(
-        self,
-        paths: Paths | File,
-        columns: Sequence[str] | None = None,
-        decode: Decode | None = None,
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
-        self._in_stream: dict[str, list[int]] = {}  # where the record batches of each file in the stream format begin
-        super().__init__(paths, columns, decode, cache_bytes)
-
     def _open(self, file: File) -> pa.NativeFile:
         return file.open()
 
-    def _look(self, file: File) -> tuple[list[str], list[int]]:
+    def _look(self, file: File) -> tuple[list[str], dict[int, int]]:
         with self._open(file) as stream:
-            return self._look_at_stream(file, stream) if _is_stream(stream) else self._look_at_file(stream)
+            if stream.read_at(len(STREAM_BEGINS), 0) != STREAM_BEGINS:
+                return self._look_at_file(stream)
+            sizes: dict[int, int] = {InStream(at): rows for at, rows in _batches_of_stream(stream)}
+            stream.seek(0)
+            return pa.ipc.read_schema(stream).names, sizes
 
-    def _look_at_stream(self, file: File, stream: pa.NativeFile) -> tuple[list[str], list[int]]:
-        batches = list(_batches_of_stream(stream))
-        self._in_stream[str(file)] = [at for at, _ in batches]
-        stream.seek(0)
-        return pa.ipc.read_schema(stream).names, [rows for _, rows in batches]
-
-    def _look_at_file(self, stream: pa.NativeFile) -> tuple[list[str], list[int]]:
+    def _look_at_file(self, stream: pa.NativeFile) -> tuple[list[str], dict[int, int]]:
         with pa.ipc.open_file(stream) as reader:
-            if (sizes := _rows_of_batches(stream)) is None:  # of another layout, which pyarrow reads as a whole only
+            try:
+                sizes = [rows for _, kind, rows in _messages(stream, FIRST_MESSAGE) if kind == RECORD_BATCH]
+            except pa.ArrowInvalid:  # damaged, or of another layout: pyarrow tells, and reads it as a whole only
                 sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
-            elif len(sizes) != reader.num_record_batches:
+            if len(sizes) != reader.num_record_batches:
                 raise pa.ArrowInvalid(
                     f"it holds {len(sizes)} record batches, its end tells {reader.num_record_batches}"
                 )
-            for number, rows in enumerate(sizes or ()):
+            for number, rows in enumerate(sizes):
                 if not rows and reader.get_batch(number).num_rows:  # nobody would read it
                     raise pa.ArrowInvalid(f"record batch {number} has no rows by its head alone")
             stream.seek(FIRST_MESSAGE)
             if not pa.ipc.read_schema(stream).equals(reader.schema):
                 raise pa.ArrowInvalid("its columns at its beginning and at its end differ")
-            return reader.schema.names, sizes
+            return reader.schema.names, dict(enumerate(sizes))
 
     def _table(self, block: Block[int]) -> pa.Table:
         with self._open(block.file) as stream:
-            if (starts := self._in_stream.get(str(block.file))) is None:
-                batch = pa.ipc.open_file(stream).get_batch(block.source)
-            else:
-                stream.seek(0)
+            if isinstance(block.source, InStream):
                 schema = pa.ipc.read_schema(stream)
-                stream.seek(starts[block.source])
+                stream.seek(block.source)
                 batch = pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema)
+            else:
+                batch = pa.ipc.open_file(stream).get_batch(block.source)
             table = pa.Table.from_batches([batch])
             table.validate(full=True)  # Arrow has no checksums: a wrong offset would point to other memory
             return table.select([name for name in self._columns if name in table.column_names])
 
 
-def _is_stream(stream: pa.NativeFile) -> bool:
-    """Return whether an Arrow file is in the stream format, which begins with a message."""
-    begin: bytes = stream.read_at(4, 0)
-    return begin == b"\xff\xff\xff\xff"
-
-
 def _batches_of_stream(stream: pa.NativeFile) -> Iterator[tuple[int, int]]:
-    """Yield where each record batch of a file in the stream format begins, and its rows, from the messages' heads.
+    """Yield where each record batch of a file in the stream format begins, and its rows.
 
     Raises ArrowInvalid for a file that is damaged, or that has dictionaries.
     """
-    at, size, has_schema = 0, stream.size(), False
-    while stream.read_at(8, at) != END_OF_STREAM:
-        mark, length = struct.unpack("<iI", stream.read_at(8, at).ljust(8, b"\0"))
+    for number, (at, kind, rows) in enumerate(_messages(stream, 0)):
+        if kind == RECORD_BATCH:
+            yield at, rows
+        elif kind == END and at + len(END_OF_STREAM) != stream.size():
+            raise pa.ArrowInvalid(f"its last message ends at byte {at}, and it has {stream.size()} bytes")
+        elif kind != END and (kind != SCHEMA or number):
+            raise pa.ArrowInvalid("it holds dictionaries, or no rows; write it anew without dictionaries")
+
+
+def _messages(stream: pa.NativeFile, at: int) -> Iterator[tuple[int, int, int]]:
+    """Yield where each message from byte `at` on begins, its kind, and its rows if it has some; then the end.
+
+    They are from the messages' heads, flatbuffers of Arrow's format: pyarrow reads a head only together with the
+    body, so with all columns. Raises ArrowInvalid for a message that is damaged.
+    """
+    size = stream.size()
+    while (begin := stream.read_at(8, at)) != END_OF_STREAM:
+        mark, length = struct.unpack("<iI", begin.ljust(8, b"\0"))
         if mark != -1 or at + 8 + length > size:
             raise pa.ArrowInvalid(f"there is no whole message at byte {at}")
         try:
             head = stream.read_at(length, at + 8)
-            message = _number(head, 0, "<I")
+            message, rows = _number(head, 0, "<I"), 0
             kind, body = _field(head, message, 1, "<B"), _field(head, message, 3, "<Q")
             if kind == RECORD_BATCH:
-                yield at, _field(head, _below(head, message, 2), 0, "<q")
-            elif kind != SCHEMA or has_schema:
-                raise pa.ArrowInvalid("it holds dictionaries, or no rows; write it anew without dictionaries")
-            has_schema = True
-        except struct.error as error:
-            raise pa.ArrowInvalid(f"the head of the message at byte {at} is damaged: {error}") from None
-        at += 8 + length + body
-    if at + len(END_OF_STREAM) != size:
-        raise pa.ArrowInvalid(f"its last message ends at byte {at}, and it has {size} bytes")
-
-
-def _rows_of_batches(stream: pa.NativeFile) -> list[int] | None:
-    """Return the rows of each record batch of a file, from the heads of its messages; None if they lie elsewhere.
-
-    pyarrow reads a head only together with the body, so with all columns. A head is a flatbuffer of Arrow's format.
-    """
-    sizes: list[int] = []
-    at, size = FIRST_MESSAGE, stream.size()
-    with suppress(struct.error):  # a damaged head: pyarrow reports it
-        while True:
-            mark, length = struct.unpack("<iI", stream.read_at(8, at))
-            if mark != -1 or not length:
-                return sizes or None
-            head = stream.read_at(min(length, size), at + 8)
-            message = _number(head, 0, "<I")
-            if _field(head, message, 1, "<B") == RECORD_BATCH:
                 batch = _below(head, message, 2)
                 rows, columns = _field(head, batch, 0, "<q"), _below(head, batch, 1)
                 if not _number(head, columns, "<I") or _number(head, columns + 4, "<q") != rows:
                     raise struct.error(f"the batch has {rows} rows, and its first column others")
-                sizes.append(rows)
-            at += 8 + length + _field(head, message, 3, "<Q")
-            if at > size:
-                return None
-    return None
+        except struct.error as error:
+            raise pa.ArrowInvalid(f"the head of the message at byte {at} is damaged: {error}") from None
+        yield at, kind, rows
+        at += 8 + length + body
+    yield at, END, 0
 
 
 def _below(buffer: bytes, table: int, field: int) -> int:
@@ -485,8 +451,7 @@ def columns_of(files: Sequence[File], there: Sequence[Sequence[str]], wanted: Se
 
 
 def check_columns(file: File, there: Sequence[str], wanted: Sequence[str] | None) -> None:
-    """Raise DataError, which lists the file's columns, if it lacks a wanted column, or has one twice."""
-    check_once(file, there)
+    """Raise DataError, which lists the file's columns, if it lacks a wanted one."""
     for name in wanted or ():
         if name not in there:
             raise DataError(f"{file}: has no column {name!r}{did_you_mean(name, there)}; it has {listed(there)}")

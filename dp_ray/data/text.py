@@ -30,13 +30,11 @@ INT64, FLOATS = pa.int64(), (pa.float32(), pa.float64())
 BOM = b"\xef\xbb\xbf"  # some programs begin a file with it
 
 # What the numbers of a column are: bits that an index keeps in its schema, joined over stretches and files by `|`.
-LOOKS = b"looks"
-FRACTION, ROUNDED, SMALL = (
-    1,
-    2,
-    4,
-)  # some are not whole; float32 would change a whole one; some are below EXACT_FLOAT32
+LOOKS, HEAD = b"looks", b"head"  # HEAD keeps the line of names
+FRACTION, ROUNDED = 1, 2  # some are not whole; float32 would change a whole one
+SMALL = 4  # some are below EXACT_FLOAT32
 MISSING, LARGE, PADDED = 8, 16, 32  # some are missing; some are above what float64 keeps; some have leading zeros
+HUGE = 64  # some are no int64
 EXACT_FLOAT32, EXACT_FLOAT64 = 1 << 24, 1 << 53  # up to these, all whole numbers are kept
 
 
@@ -62,36 +60,36 @@ class TextTable(Tabular[Stretch]):
         files, types = find_files(paths, self.SUFFIXES), types or {}
         indices = in_threads(lambda file: index_of(file, self._kind, lambda: self._look(file)), files)
         pairs, self._folders = list(zip(files, indices, strict=True)), folder_columns(files)
-        for file, index in pairs:
-            if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
-                own = dict.fromkeys((*index.arrow_schema.names, *self._folders[str(file)]))
+        for file, (stretches, there) in pairs:
+            if stretches or there.names:  # else it is empty, and lacks nothing
+                own = dict.fromkeys((*there.names, *self._folders[str(file)]))
                 check_columns(file, list(own), [*(columns or ()), *types])
-            for field in index.arrow_schema:
+            for field in there:
                 # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
                 is_wanted = field.name not in types and (columns is None or field.name in columns)
                 if is_wanted and pa.types.is_binary(field.type):
                     advice = "mend the file, or set the column's type to binary with types"
                     raise DataError(f"{file}: column {field.name!r} holds bytes that are not UTF-8; {advice}")
-        looks = _joined_looks([index.arrow_schema for index in indices])
-        found = _joined([index.arrow_schema for index in indices])
+        schemas = [schema for _, schema in indices]
+        looks, found = _joined_looks(schemas), _joined(schemas)
         self._schema = _with_types(found, types, looks)
         self._read_as = _with_types(found, types, looks, whole=pa.float64())  # `1.0` is no int64 to pyarrow
         for name in [field.name for field in self._schema if str(BEYOND) in str(field.type)]:
-            for file, index in pairs:  # to name the first one with such a number
-                there = index.arrow_schema
-                if name in there.names and str(BEYOND) in str(there.field(name).type):
-                    says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
-                    raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
-        filled = [(file, index.arrow_schema.names) for file, index in pairs if index.stretches]
-        there = [
+            # The first one with such a number.
+            file = next(file for file, (_, own) in pairs if name in own.names and str(BEYOND) in str(own.field(name)))
+            says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
+            raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
+        filled = [(file, schema.names) for file, (stretches, schema) in pairs if stretches]
+        of_files = [
             list(dict.fromkeys((*(self._schema.names if self.MAY_LACK else names), *self._folders[str(file)])))
             for file, names in filled
         ]
-        self._columns = columns_of([file for file, _ in filled], there, columns)
+        self._columns = columns_of([file for file, _ in filled], of_files, columns)
         self._decode = decode_of(decode, columns)
         read = [field for field in self._schema if field.name in self._columns and field.name not in types]
         self.reads_as = tuple(_reads_as(files[0], read, found))
-        blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
+        self._heads = {str(file): schema.metadata[HEAD] for file, (_, schema) in pairs}
+        blocks = [Block(file, part.rows, part, str(part)) for file, (parts, _) in pairs for part in parts]
         super().__init__(files, blocks, cache_bytes)
 
     @property
@@ -115,12 +113,8 @@ class TextTable(Tabular[Stretch]):
         raise NotImplementedError
 
     def _head(self, file: File) -> bytes:
-        """Return what stands before the first row and belongs to each stretch."""
+        """Read what stands before the first row and belongs to each stretch."""
         return b""
-
-    def _before(self, file: File, start: int) -> bytes:
-        """Return what is read before the rows from byte `start` on: only where a file begins may it have a mark."""
-        return self._head(file) or (b"\n" if start else b"")
 
     def _padded(self, text: bytes, names: Sequence[str]) -> list[str]:
         """Return which columns of numbers have whole ones with leading zeros."""
@@ -136,32 +130,33 @@ class TextTable(Tabular[Stretch]):
         for start, text in _whole_rows(file, self._ends, len(head)):
             if not (text if start else text.removeprefix(BOM)).strip(self.BLANK):
                 continue
-            rows = self._before(file, start) + text
+            rows = _behind(head, start) + text
             table = self._parse(rows, None)
             check_once(file, table.column_names)
             found.append(Stretch(start, start + len(text), len(table)))
-            looks = {path: look for name in table.column_names for path, look in _looks(name, table.column(name))}
-            looks |= {
-                name: looks[name] | PADDED for name in self._padded(rows, list(looks.keys() & table.column_names))
-            }
-            schemas.append(self._with_large_numbers(rows, table).with_metadata({LOOKS: json.dumps(looks)}))
-        return found, _joined(schemas).with_metadata({LOOKS: json.dumps(_joined_looks(schemas))})
+            schemas.append(self._with_looks(rows, table))
+        return found, _joined(schemas).with_metadata({LOOKS: json.dumps(_joined_looks(schemas)), HEAD: head})
 
-    def _with_large_numbers(self, text: bytes, table: pa.Table) -> pa.Schema:
-        """Return the table's schema, with types for whole numbers above int64, which pyarrow takes for floats."""
-        large = [name for name in table.column_names if _has_large(table.column(name).combine_chunks())]
-        if not large:
-            return table.schema
-        values = self._python_values(text, large)
+    def _with_looks(self, text: bytes, table: pa.Table) -> pa.Schema:
+        """Return the schema of some rows, with the looks of their columns.
+
+        It has types for whole numbers above int64, which pyarrow takes for floats.
+        """
+        of_columns = {name: dict(_looks(name, table.column(name))) for name in table.column_names}
+        looks = {path: look for own in of_columns.values() for path, look in own.items()}
+        for name in self._padded(text, list(looks.keys() & of_columns.keys())):
+            looks[name] |= PADDED
+        huge = [name for name, own in of_columns.items() if any(look & HUGE for look in own.values())]
+        values = self._python_values(text, huge) if huge else {}
         fields = [
             pa.field(field.name, _with_whole(field.type, values[field.name])) if field.name in values else field
             for field in table.schema
         ]
-        return pa.schema(fields)
+        return pa.schema(fields, {LOOKS: json.dumps(looks)})
 
     def _table(self, block: Block[Stretch]) -> pa.Table:
-        text = self._before(block.file, block.source.start) + read_stretch(block.file, block.source)
-        table = self._parse(text, self._read_as)
+        begin = _behind(self._heads[str(block.file)], block.source.start)
+        table = self._parse(begin + read_stretch(block.file, block.source), self._read_as)
         fields = [self._schema.field(name) for name in self._columns if name in table.column_names]
         table = table.select([field.name for field in fields])
         return table.cast(pa.schema(fields)) if fields else table
@@ -246,19 +241,24 @@ class Csv(TextTable):
         self._names = None if names is None else list(names)
         named = "" if names is None else f"-{hashlib.sha256(json.dumps(self._names).encode()).hexdigest()[:16]}"
         self._kind = f"fields-{ord(delimiter)}{named}"
-        self._heads: dict[str, bytes] = {}
         super().__init__(paths, columns, types, decode, cache_bytes)
 
     def _ends(self, text: bytes) -> list[int]:
         return ends_of_rows(text, self._delimiter.encode())
 
     def _head(self, file: File) -> bytes:
+        """Read the first row, with the blank lines before it."""
         if self._names is not None:
             return b""
-        name = str(file)  # a file in another folder may have the same name
-        if name not in self._heads:
-            self._heads[name] = _first_row(file, self._ends)
-        return self._heads[name]
+
+        def first(text: bytes) -> list[int]:
+            blank = len(text) - len(text.removeprefix(BOM).lstrip(self.BLANK))
+            return next(([stop] for stop in self._ends(text) if stop > blank), [])
+
+        row = next(_whole_rows(file, first, 0), (0, b""))[1]
+        if not row.removeprefix(BOM).strip(self.BLANK):
+            raise DataError(f"{file}: is empty, it has no line that names its columns")
+        return row
 
     def _python_values(self, text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
         texts = self._parse(text, pa.schema([pa.field(name, pa.string()) for name in names]))
@@ -279,17 +279,9 @@ class Csv(TextTable):
         )
 
 
-def _first_row(file: File, ends: Callable[[bytes], list[int]]) -> bytes:
-    """Return the first row, with the blank lines before it."""
-
-    def first(text: bytes) -> list[int]:
-        blank = len(text) - len(text.removeprefix(BOM).lstrip(Csv.BLANK))
-        return next(([stop] for stop in ends(text) if stop > blank), [])
-
-    row = next(_whole_rows(file, first, 0), (0, b""))[1]
-    if not row.removeprefix(BOM).strip(Csv.BLANK):
-        raise DataError(f"{file}: is empty, it has no line that names its columns")
-    return row
+def _behind(head: bytes, start: int) -> bytes:
+    """Return what is read before the rows from byte `start` on: only where a file begins may it have a mark."""
+    return head or (b"\n" if start else b"")
 
 
 def ends_of_rows(text: bytes, delimiter: bytes = b",") -> list[int]:
@@ -348,16 +340,6 @@ def _number(text: str) -> int | float | None:
     return None if number != number else number
 
 
-def _has_large(array: pa.Array) -> bool:
-    """Return whether there are floats, also in lists and structs, that may have been whole numbers above int64."""
-    if pa.types.is_float64(array.type):
-        largest = pc.max(pc.abs(array)).as_py()
-        return largest is not None and largest >= 1 << 63
-    if pa.types.is_list(array.type):
-        return _has_large(array.flatten())
-    return pa.types.is_struct(array.type) and any(map(_has_large, array.flatten()))
-
-
 def _with_whole(kind: pa.DataType, values: Sequence[Any]) -> pa.DataType:
     """Return the type, with UNSIGNED or BEYOND for float64 if all values are whole numbers and some no int64."""
     there = [value for value in values if value is not None]
@@ -395,7 +377,8 @@ def _looks(path: str, column: pa.ChunkedArray | pa.Array) -> Iterator[tuple[str,
             | ROUNDED * bool((is_rounded | is_large).any())
             | SMALL * bool((sizes < EXACT_FLOAT32).any())
             | MISSING * bool(column.null_count)
-            | LARGE * bool(is_large.any()),
+            | LARGE * bool(is_large.any())
+            | HUGE * bool((sizes >= 1 << 63).any()),
         )
 
 

@@ -120,12 +120,10 @@ class Tokens(Blocks[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """Return the samples at these indices, in order. Raises IndexError, and DataError if a file is damaged."""
-        wanted = np.asarray(indices, np.int64)
-        wanted = np.where(wanted < 0, wanted + len(self), wanted)
-        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"sample {indices} of {len(self)}")
+        wanted = self._wanted(indices)
         if self.length is None:
-            return [{INPUTS: _tensor(self.read(*self._documents.bounds(row)))} for row in wanted.tolist()]
+            documents = [self.read(*self._documents.bounds(row)) for row in wanted.tolist()]
+            return [{INPUTS: torch.from_numpy(tokens.astype(np.int64))} for tokens in documents]
         both = self._windows(wanted)
         return [{INPUTS: inputs, LABELS: labels} for inputs, labels in zip(*both, strict=True)]
 
@@ -221,10 +219,10 @@ class Tokens(Blocks[Any]):
             return self._look_at_table(file, column)
         index = _beside(file, ".idx") if name.endswith(".bin") else None
         if name.endswith(".npy"):
-            return with_retries(lambda: _look_at_npy(file), str(file), file.is_local)
+            return file.read(lambda stream: _look_at_npy(file, stream))
         if index is not None:
             return with_retries(lambda: _look_at_index(file, index, dtype), str(index), file.is_local)
-        return with_retries(lambda: _look_at_bin(file, dtype), str(file), file.is_local)
+        return file.read(lambda stream: _look_at_bin(file, stream, dtype))
 
     def _look_at_table(self, file: File, column: str) -> TokenFile:
         kind = _Mapped if file.name.lower().endswith(Arrow.SUFFIXES) else Parquet
@@ -269,12 +267,8 @@ class Tokens(Blocks[Any]):
                 self._maps[str(file)] = whole
             data = whole[offset : offset + count * dtype.itemsize]
         else:
-
-            def read() -> bytes:
-                with file.open() as stream:
-                    return stream.read_at(count * dtype.itemsize, offset)  # type: ignore[no-any-return]
-
-            data = np.frombuffer(with_retries(read, str(block)), np.uint8)
+            found = file.read(lambda stream: stream.read_at(count * dtype.itemsize, offset), str(block))
+            data = np.frombuffer(found, np.uint8)
         if len(data) != count * dtype.itemsize:
             raise DataError(f"{block}: is damaged: has {len(data)} bytes where it had {count * dtype.itemsize}")
         return data.view(dtype), 0 if file.is_local else len(data)
@@ -285,10 +279,6 @@ class _Mapped(Arrow):
 
     def _open(self, file: File) -> pa.NativeFile:
         return pa.memory_map(file.folder.file(file.name)) if file.is_local else file.open()
-
-
-def _tensor(tokens: Numbers) -> torch.Tensor:
-    return torch.from_numpy(tokens.astype(np.int64))
 
 
 def _beside(file: File, suffix: str) -> File | None:
@@ -318,10 +308,9 @@ def _count(file: File, size: int, kind: np.dtype[Any], what: str) -> int:
     return count
 
 
-def _look_at_bin(file: File, dtype: str | None) -> TokenFile:
+def _look_at_bin(file: File, stream: pa.NativeFile, dtype: str | None) -> TokenFile:
     """Look at a file of bare numbers; llm.c's begin with a head that tells their type."""
-    with file.open() as stream:
-        head = stream.read_at(12, 0)
+    head = stream.read_at(12, 0)
     if len(head) == 12 and file.size >= HEAD_BYTES:
         magic, _, told = struct.unpack("<iii", head)
         kind = np.dtype(HEADS.get(magic, "uint8"))
@@ -335,16 +324,15 @@ def _look_at_bin(file: File, dtype: str | None) -> TokenFile:
     return TokenFile(_bare(file, 0, kind, count), np.array([count], np.int64))
 
 
-def _look_at_npy(file: File) -> TokenFile:
+def _look_at_npy(file: File, stream: pa.NativeFile) -> TokenFile:
     """Look at an array of numpy: one dimension is a document, of two each row is one."""
-    with file.open() as stream:
-        try:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, in_fortran, kind = read(stream)
-        except (ValueError, SyntaxError, TokenError) as error:  # numpy reads the head as Python does
-            raise DataError(f"{file}: is damaged, or no array of numpy: {error}") from None
-        offset = stream.tell()
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, in_fortran, kind = read(stream)
+    except (ValueError, SyntaxError, TokenError) as error:  # numpy reads the head as Python does
+        raise DataError(f"{file}: is damaged, or no array of numpy: {error}") from None
+    offset = stream.tell()
     if kind.kind not in "iu" or len(shape) not in (1, 2) or (in_fortran and len(shape) == 2):
         must = "whole numbers in one dimension, or in rows of two"
         raise DataError(f"{file}: must hold {must}; has {kind.name} of shape {list(shape)}")

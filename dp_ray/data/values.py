@@ -286,16 +286,6 @@ def tensors(value: bytes) -> Any:
     return torch.load(io.BytesIO(value), weights_only=True)
 
 
-def text(value: bytes) -> str:
-    """Return the bytes, decoded as UTF-8."""
-    return value.decode()
-
-
-def number(value: bytes) -> int:
-    """Return the whole number that the bytes show in digits."""
-    return int(value)
-
-
 def decode_of(decode: Decode | None, columns: Sequence[str] | None) -> dict[str, Decoder]:
     """Return the decoders by column; a text names one, as `package.module:function`.
 
@@ -343,8 +333,8 @@ def decoded(item: dict[str, Any], decode: Mapping[str, Decoder]) -> dict[str, An
 
 BY_EXTENSION: dict[str, Decoder] = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), image),
-    **dict.fromkeys(("txt", "text", "transcript"), text),
-    **dict.fromkeys(("cls", "cls2", "index", "id"), number),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    **dict.fromkeys(("cls", "cls2", "index", "id"), int),
     "json": json.loads,
     "npy": array,
     **dict.fromkeys(("pt", "pth"), tensors),

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item
 from dp_ray.data.files import (
@@ -68,9 +69,9 @@ class WebDataset(Blocks[Stretch]):
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         files = find_files(paths, [".tar"])
-        indices = in_threads(lambda file: index_of(file, "samples", lambda: (_stretches(file), None)), files)
+        indices = in_threads(lambda file: index_of(file, "samples", lambda: (_stretches(file), pa.schema([]))), files)
         pairs = zip(files, indices, strict=True)
-        blocks = [Block(file, part.rows, part, str(part)) for file, index in pairs for part in index.stretches]
+        blocks = [Block(file, part.rows, part, str(part)) for file, (parts, _) in pairs for part in parts]
         self._columns = None if columns is None else list(columns)
         self._decode = decode_of(decode, columns)
         super().__init__(files, blocks, cache_bytes)
@@ -261,9 +262,7 @@ class Images(Blocks[int]):
     ) -> None:
         files = find_files(paths, SUFFIXES)
         side = height or width  # one alone makes the image square
-        self._size = None if side is None else (side, side)
-        if height is not None and width is not None:
-            self._size = (height, width)
+        self._size = None if side is None else (height or side, width or side)
         there: dict[str, File] = {}
         if classes or class_names is not None:
             there = {_class_of(str(file), file.name): file for file in reversed(files)}
@@ -275,29 +274,27 @@ class Images(Blocks[int]):
         super().__init__(files, [Block(file, 1, 0) for file in files], 0)
 
     def _read(self, block: Block[int]) -> tuple[Item, int]:
-        def read() -> bytes:
-            with block.file.open() as stream:
-                return stream.read()  # type: ignore[no-any-return]
-
-        encoded = with_retries(read, str(block.file), block.file.is_local)
+        encoded = block.file.read(lambda stream: stream.read())
         try:
-            item: Item = {"image": image(encoded, self._size), "path": block.file.name}
+            pixels = image(encoded, self._size)
         except DataError as error:
             raise DataError(f"{block.file}: {error}") from error
         except Exception as error:
             raise DataError(f"{block.file}: is no image, or is damaged: {error}") from error
-        if self.class_names:
-            item["label"] = self._label(block)
-        return item, len(encoded)  # its size, above the cache's limit of 0: the next image replaces it
+        # Its size is above the cache's limit of 0: the next image replaces it.
+        return {"image": pixels, **self._known(block)}, len(encoded)
 
     def read_values(self, index: int, columns: Sequence[str]) -> Item:
         """Return the values of an image that are known without reading it."""
-        block = self._blocks[index]
-        item = {"path": block.file.name, **({"label": self._label(block)} if self.class_names else {})}
-        return {name: item[name] for name in columns if name in item}
+        known = self._known(self._blocks[index])
+        return {name: known[name] for name in columns if name in known}
 
-    def _label(self, block: Block[int]) -> np.int64:
-        return np.int64(self._labels[_class_of(str(block.file), block.file.name)])
+    def _known(self, block: Block[int]) -> Item:
+        """Return the values of an image but its pixels."""
+        if not self.class_names:
+            return {"path": block.file.name}
+        label = self._labels[_class_of(str(block.file), block.file.name)]
+        return {"path": block.file.name, "label": np.int64(label)}
 
     def _items(self, read: Item, rows: RowNumbers) -> list[Item]:
         return [{**read, "image": read["image"].clone()} for _ in rows]

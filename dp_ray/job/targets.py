@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from pydantic import ValidationError
+
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.errors import SAMPLER
 from dp_ray.job.job import Job
@@ -21,6 +23,16 @@ from dp_ray.system.process import importing_from_here
 from dp_ray.text import did_you_mean, listed
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
+
+
+def target_of(key: str, given: str | Mapping[str, Any]) -> Target:
+    """Return the target in a name, or in a mapping with `target` and `args`. Raises JobError for what is none."""
+    try:
+        return Target.model_validate({"target": given} if isinstance(given, str) else dict(given))
+    except ValidationError as error:
+        says = error.errors()[0]
+        where = ".".join([key, *map(str, says["loc"])])
+        raise JobError(f"{where}: {says['msg'].removeprefix('Value error, ')}") from None
 
 
 def build(key: str, target: Any) -> Any:

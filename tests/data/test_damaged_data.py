@@ -35,7 +35,7 @@ SAMPLES = [(f"{number:04}", {"txt": f"caption {number}".encode(), "cls": b"%d" %
 
 def written(path: Path, encoded: bytes) -> Path:
     path.write_bytes(encoded)
-    (path.parent / f".{path.name}.samples.json").unlink(missing_ok=True)  # what was found before
+    (path.parent / f".{path.name}.samples.arrow").unlink(missing_ok=True)  # what was found before
     return path
 
 

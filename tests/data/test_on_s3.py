@@ -82,7 +82,7 @@ def test_a_glob_by_url_finds_shards_whose_index_is_kept_beside_them(server: "Ser
     dataset = WebDataset(url)
     assert [item["cls"] for item in dataset] == list(range(9))
     assert dataset.loader_context == "spawn"
-    assert ".0.tar.samples.json" in server.objects("shards")
+    assert ".0.tar.samples.arrow" in server.objects("shards")
     assert [item["cls"] for item in WebDataset(url)] == list(range(9))
     assert set(dataset.pins) == {"s3://bucket/shards/0.tar", "s3://bucket/shards/1.tar"}
 

@@ -537,7 +537,7 @@ def test_what_was_found_in_a_file_is_kept_beside_it_until_it_changes(
     json_lines(tmp_path)
     first = len(JsonLines(tmp_path))
     kept = sorted(path.name for path in tmp_path.glob(".*"))
-    assert kept == [".0.jsonl.lines.json", ".1.jsonl.lines.json"]
+    assert kept == [".0.jsonl.lines.arrow", ".1.jsonl.lines.arrow"]
     looked: list[str] = []
     look = JsonLines._look
 
@@ -556,7 +556,7 @@ def test_what_was_found_in_a_file_is_kept_beside_it_until_it_changes(
     assert looked == ["1.jsonl"]
     changed = {name for name, pin in JsonLines(tmp_path).pins.items() if before[name] != pin}
     assert changed == {f"{tmp_path}/1.jsonl"}
-    (tmp_path / ".0.jsonl.lines.json").write_text("damaged")
+    (tmp_path / ".0.jsonl.lines.arrow").write_text("damaged")
     assert len(JsonLines(tmp_path)) == first + 1
 
 

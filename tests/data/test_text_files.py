@@ -237,3 +237,12 @@ def test_numbers_with_leading_zeros_are_text(tmp_path: Path, piece: int, zip_cod
 def test_long_digits_with_leading_zeros_are_text(tmp_path: Path) -> None:
     codes = ["00012345678901234567890", "99912345678901234567890"]
     assert [item["n"] for item in write_csv(tmp_path / "a", codes)] == codes
+
+
+def test_a_list_of_nothing_but_null_damages_no_other_column(tmp_path: Path) -> None:
+    """pyarrow cannot cut such lists."""
+    rows = [{"a": 1, "b": [None, None]}, {"a": 2, "b": None}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [item["a"] for item in JsonLines(tmp_path, columns=["a"])] == [1, 2]
+    with pytest.raises(DataError, match=r"a\.jsonl, bytes 0 to 28"):
+        JsonLines(tmp_path)[0]

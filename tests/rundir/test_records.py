@@ -5,7 +5,6 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import dp_ray
-from dp_ray.data import files as data_files
 from dp_ray.engine.bad_samples import Reference
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.world import World
@@ -64,7 +62,6 @@ class Case(NamedTuple):
 
 LOST = Interruption(IncidentKind.WORKER, "killed", 3, (1,), ("10.0.0.1",), 2, 0.5)
 TRIAL = SweepTrial(1, {"lr": 0.1}, "s-1", "done", 0.5, {"loss": 0.5, "other": None}, "", {"lr": 0})
-NO_INDEX = data_files.Index(9, "v")
 CASES = {
     "run.json": Case(
         RUN_JSON,
@@ -181,12 +178,6 @@ CASES = {
         TrackedRun("r", 3),
         '{"run_id": "r", "next_step": 3, "status": null}\n',
         TrackedRun("r", 4, "done"),
-    ),
-    "the index of a data file": Case(
-        data_files.INDEX_JSON,
-        replace(NO_INDEX, stretches=[data_files.Stretch(0, 9, 2)]),
-        f'{{"size": 9, "version": "v", "stretches": [[0, 9, 2]], "schema": "", "form": {data_files.VERSION}}}',
-        NO_INDEX,
     ),
 }
 of_each_record = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
