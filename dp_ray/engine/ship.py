@@ -366,7 +366,7 @@ class _Here:
             if isinstance(value, type):
                 self._classes.add(value)
             return self._hold(value)
-        if isinstance(value, types.FunctionType) and _has_name(value):
+        if isinstance(value, types.FunctionType) and has_name(value):
             return self._hold(value)
         can_change = isinstance(value, _CONTAINERS) or hasattr(value, "__dict__")
         if self._notes and can_change and not isinstance(value, _BY_NAME):
@@ -404,7 +404,7 @@ class _Here:
             return object, ()
 
 
-def _has_name(function: types.FunctionType) -> bool:
+def has_name(function: Any) -> bool:
     """Return whether a function is found in its module by its name."""
     found: Any = sys.modules.get(function.__module__ or "")
     for name in function.__qualname__.split("."):

@@ -345,8 +345,7 @@ class Exchange:
         where = f"rank {members.index(member)} on {member.place.node}"
         if answer.shard is not None:
             where = f"call {call.number}, shard {answer.shard} of {len(call.inputs)} ({where})"
-        got = f"; it got {answer.got}" if answer.got else ""
-        error = ModelError(f"{where}: {answer.what} raised {answer.error}{got}")
+        error = ModelError(f"{where}: {answer.error}")
         error.add_note(answer.frames)
         raise error from (None if answer.exception is None else pickle.loads(answer.exception))
 

@@ -6,7 +6,6 @@ was.
 """
 
 import functools
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dp_ray.engine.call_state import Written
-from dp_ray.engine.ship import Apart, what_fails
+from dp_ray.engine.ship import Apart, has_name, what_fails
 from dp_ray.errors import JobError, ModelError
 from dp_ray.serving.shipped import (
     OF_MODULES,
@@ -225,7 +224,9 @@ class _Look:
             return None if None in told else (kind, *told)
         if isinstance(value, torch.Tensor):
             return None if why_odd(value) else (kind, self.apart.index(value))
-        if isinstance(value, type) or (isinstance(value, FUNCTIONS) and _is_imported(value)):
+        if isinstance(value, type) or (
+            isinstance(value, FUNCTIONS) and value.__module__ not in (None, "__main__") and has_name(value)
+        ):
             self.held.append(value)
             return kind, id(value)
         return None
@@ -306,17 +307,6 @@ def _state(module: nn.Module) -> dict[str, Any]:
         return vars(module)
     state = module.__getstate__()  # type: ignore[no-untyped-call]
     return state if isinstance(state, dict) else {"": state}
-
-
-def _is_imported(value: Any) -> bool:
-    """Return whether workers import a function by its name."""
-    name = getattr(value, "__module__", None)
-    if name is None or name == "__main__":
-        return False
-    found: Any = sys.modules.get(name)
-    for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is value
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from dp_ray.engine.bad_samples import not_finite
 from dp_ray.engine.buffers import modules_in, on_copies
 from dp_ray.engine.gradient_hooks import InEachBackward
 from dp_ray.engine.loading import LoadedShard, LoadedStep
-from dp_ray.engine.loop_model import LoopModel, LoopPass, OfRows
+from dp_ray.engine.loop_model import LoopModel, LoopPass, OfRows, name_of
 from dp_ray.engine.model import autocast
+from dp_ray.engine.packing import rows_of_window
 from dp_ray.engine.random import preserved
 from dp_ray.engine.state import EvalState
 from dp_ray.engine.step import OnShard, StepOutput, weighted_sum
@@ -30,7 +31,9 @@ from dp_ray.engine.votes import StepSums, Totals
 from dp_ray.engine.whole_batch import BatchLoss, MergedBatch
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
+from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Shard
+from dp_ray.results.replayed import ReplayedPass, ReplayedRow, ReplayedShard
 from dp_ray.tensors.scatter import has_rows, scatter
 from dp_ray.tensors.tree import flatten
 
@@ -258,6 +261,42 @@ def _of_one_row(value: Any) -> float:
     return float(total) / float(weight) if float(weight) else float(total)
 
 
+def looked(findings: Findings, dataset: Any) -> dict[str, Any]:
+    """Return the values of a `Looked`, whose rows are of the dataset; None for those of a batch of the loop's own."""
+    rows, mixture = [], mixture_of(dataset)
+    for (_, indices, _), shard, losses in (
+        (found.loaded, found.loaded.shard, found.losses) for found in findings.shards
+    ):
+        for at, (sample, position) in enumerate(zip(indices.tolist(), shard.positions, strict=True)):
+            number = losses.values[at] if losses.values else None
+            source = None if mixture is None else mixture.row(sample)
+            place = None if dataset is None else sample, shard.shard, position
+            row = ReplayedRow(number, *place, source=source, parts=tuple(rows_of_window(dataset, sample)))
+            if losses.of_batch is not None:
+                row = row._replace(loss=losses.of_batch, gradient=number)
+            rows.append(row)
+    rows.sort(key=lambda row: _falling(row.number))
+    return {
+        "row_losses": "; ".join(dict.fromkeys(shard.losses.how for shard in findings.shards)),
+        "rows": tuple(rows),
+        "weights": findings.weights,
+        "batch": findings.batch,
+        "output": _described(findings.output),
+        "gradient": _described(findings.gradient),
+    }
+
+
+def _falling(number: float | None) -> tuple[int, float]:
+    """Order numbers: NaN first, then infinities and numbers downwards, then unknown values."""
+    if number is None:
+        return 2, 0.0
+    return (0, 0.0) if math.isnan(number) else (1, -number)
+
+
+def _described(place: ModulePlace | None) -> dict[str, Any] | None:
+    return None if place is None else {**place._asdict(), "text": str(place)}
+
+
 class StepIsThrough(BaseException):
     """A step that was run again is through; raised in the loop, which is not to go on."""
 
@@ -265,38 +304,21 @@ class StepIsThrough(BaseException):
 Debug = Callable[[StepInspection, Findings, "InspectedPass"], None]
 
 
-@dataclass
-class PassFindings:
-    """A pass or a gather of a step: its `function`, the names of what it trains, and what was found in its shards.
-
-    `number` is that of its random numbers: all calls of a closure have the same. `rows` are those of its batch that
-    were not set aside; it is the loop's own if it `has_own_batch`. `loss` is the mean of the whole batch. A gather
-    trains nothing, and its findings name a place in what it has returned.
-    """
-
-    function: Any
-    of: list[str]
-    number: int
-    rows: int
-    has_own_batch: bool
-    findings: Findings
-    loss: float | None = None
-
-
 class InspectedModel(LoopModel):
     """The model of a loop; while it `looks`, each pass and gather is noted in `found`, in the order of the calls.
 
-    `shard` is the one to look at; None for all. `debugs_in` is the place of a pass, and what is called before it
-    runs.
+    `shard` is the one to look at; None for all. The rows are those of `dataset`. `debugs_in` is the place of a pass,
+    and what is called before it runs.
     """
 
     looks = False
     shard: int | None = None
+    dataset: Any = None
     debugs_in: tuple[int, Debug] | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.found: list[PassFindings] = []
+        self.found: list[ReplayedPass] = []
         self._cut: LoadedStep | None = None
 
     def new_pass(self, *args: Any) -> LoopPass:
@@ -318,8 +340,20 @@ class InspectedModel(LoopModel):
 
     def note(self, function: Any, of: list[str], number: int, loaded: LoadedStep, findings: Findings) -> None:
         """Note what was found in a pass or a gather."""
-        own, rows = loaded is self._cut, sum(part.shard.rows for part in loaded.loaded)
-        self.found.append(PassFindings(function, of, number, rows, own, findings))
+        is_own, by_loss = loaded is self._cut, sorted(findings.shards, key=lambda each: _falling(each.loss))
+        found = ReplayedPass(
+            **looked(findings, None if is_own else self.dataset),
+            place=len(self.found),
+            number=number,
+            call="backward" if of else "gather",
+            function=name_of(function),
+            of=tuple(of),
+            size=sum(part.shard.rows for part in loaded.loaded),
+            has_own_batch=is_own,
+            loss=None,
+            shards=tuple(ReplayedShard(each.shard.shard, each.shard.rows, loss) for (each, _, loss) in by_loss),
+        )
+        self.found.append(found)
 
 
 class InspectedPass(LoopPass):
@@ -352,5 +386,6 @@ class InspectedPass(LoopPass):
     def finish(self, totals: Totals, loaded: LoadedStep, is_empty: bool) -> None:
         """Note the mean loss of the whole batch."""
         if self._inspected.looks and self._inspected.found:
-            self._inspected.found[-1].loss = float(totals.mean_loss)
+            found = self._inspected.found
+            found[-1] = replace(found[-1], loss=float(totals.mean_loss))
         super().finish(totals, loaded, is_empty)

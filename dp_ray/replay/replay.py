@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loader import StepTimes
 from dp_ray.engine.loading import LoadedStep, Source, load_steps
-from dp_ray.engine.loop_model import LoopModel, name_of
+from dp_ray.engine.loop_model import LoopModel
 from dp_ray.engine.model import set_modes
-from dp_ray.engine.packing import rows_of_window
 from dp_ray.engine.placement import place_whole
 from dp_ray.engine.step import build_step
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
@@ -24,25 +23,16 @@ from dp_ray.engine.votes import Totals
 from dp_ray.errors import JobError
 from dp_ray.job.keys import NamedEval, measured_by
 from dp_ray.job.plan import due_of, split_of, with_schedule
-from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Split, Work
 from dp_ray.replay.inspect_step import (
     Debug,
     Findings,
     InspectedModel,
-    ModulePlace,
-    PassFindings,
     StepInspection,
     StepIsThrough,
+    looked,
 )
-from dp_ray.results.replayed import (
-    Replayed,
-    ReplayedLoop,
-    ReplayedNumber,
-    ReplayedPass,
-    ReplayedRow,
-    ReplayedShard,
-)
+from dp_ray.results.replayed import Replayed, ReplayedLoop, ReplayedNumber
 from dp_ray.rundir.history import StepRows
 from dp_ray.tasks.checkpoints import Training, restored, sample_layout
 from dp_ray.tasks.own_loop import Loop, call_loop
@@ -88,7 +78,7 @@ def run_again(context: Context, history: StepRows, choice: StepChoice) -> Iterat
         filled = [part for part in loaded.loaded if part.shard.rows]
         findings = look.find(filled, split.whole(choice.step), choice.shard)
         values = _values_of_step(training, choice, begun, history)
-        yield Rerun(Replayed(**values, loss=findings.loss, **_looked(findings, dataset)), findings, look)
+        yield Rerun(Replayed(**values, loss=findings.loss, **looked(findings, dataset)), findings, look)
 
 
 class LoopAgain(Loop):
@@ -134,7 +124,8 @@ class LoopAgain(Loop):
         self._check_goes_on(training.state.stopping.get("reason"), begun - 1)
         for step in _steps_again(training, self._history, choice.step):
             if step.number == choice.step:
-                trainer.looks, trainer.shard, trainer.debugs_in = True, choice.shard, self._debug
+                trainer.looks, trainer.shard, trainer.dataset = True, choice.shard, training.source.dataset
+                trainer.debugs_in = self._debug
             yield step
             if step.number == choice.step:
                 self._replayed = _replayed_loop(training, choice, begun, step.end(), self._history)
@@ -288,64 +279,5 @@ def _replayed_loop(
         **_values_of_step(training, choice, begun, history),
         loss=loss,
         logged={name: ReplayedNumber(number, known.get(name)) for name, number in logged.items()},
-        passes=tuple(
-            _replayed_pass(place, found, training.source.dataset) for place, found in enumerate(trainer.found)
-        ),
+        passes=tuple(trainer.found),
     )
-
-
-def _replayed_pass(place: int, found: PassFindings, dataset: Any) -> ReplayedPass:
-    looked = _looked(found.findings, None if found.has_own_batch else dataset)
-    if found.has_own_batch:
-        looked["rows"] = tuple(row._replace(sample=None) for row in looked["rows"])
-    return ReplayedPass(
-        **looked,
-        place=place,
-        number=found.number,
-        call="backward" if found.of else "gather",
-        function=name_of(found.function),
-        of=tuple(found.of),
-        size=found.rows,
-        has_own_batch=found.has_own_batch,
-        loss=found.loss,
-        shards=tuple(
-            ReplayedShard(shard.loaded.shard.shard, shard.loaded.shard.rows, shard.loss)
-            for shard in sorted(found.findings.shards, key=lambda shard: _falling(shard.loss))
-        ),
-    )
-
-
-def _looked(findings: Findings, dataset: Any) -> dict[str, Any]:
-    """Return the values of a `Looked`."""
-    rows, mixture = [], mixture_of(dataset)
-    for (_, indices, _), shard, losses in (
-        (found.loaded, found.loaded.shard, found.losses) for found in findings.shards
-    ):
-        for at, (sample, position) in enumerate(zip(indices.tolist(), shard.positions, strict=True)):
-            number = losses.values[at] if losses.values else None
-            source = None if mixture is None else mixture.row(sample)
-            place = sample, shard.shard, position
-            row = ReplayedRow(number, *place, source=source, parts=tuple(rows_of_window(dataset, sample)))
-            if losses.of_batch is not None:
-                row = row._replace(loss=losses.of_batch, gradient=number)
-            rows.append(row)
-    rows.sort(key=lambda row: _falling(row.number))
-    return {
-        "row_losses": "; ".join(dict.fromkeys(shard.losses.how for shard in findings.shards)),
-        "rows": tuple(rows),
-        "weights": findings.weights,
-        "batch": findings.batch,
-        "output": _described(findings.output),
-        "gradient": _described(findings.gradient),
-    }
-
-
-def _falling(number: float | None) -> tuple[int, float]:
-    """Order numbers: NaN first, then infinities and numbers downwards, then unknown values."""
-    if number is None:
-        return 2, 0.0
-    return (0, 0.0) if math.isnan(number) else (1, -number)
-
-
-def _described(place: ModulePlace | None) -> dict[str, Any] | None:
-    return None if place is None else {**place._asdict(), "text": str(place)}

@@ -30,7 +30,7 @@ from dp_ray.engine.tree_sum import (
     sparse_modules,
     sparse_sums,
 )
-from dp_ray.engine.user_code import dtypes_and_sizes
+from dp_ray.engine.user_code import dtypes_and_sizes, error_text
 from dp_ray.engine.world import (
     everyone,
     failed_in_group,
@@ -391,12 +391,10 @@ class Served:
             pickle.loads(exception)
         except Exception:  # an exception of the user's may refuse both
             exception = None
-        raising = ModelError("")
-        raising.__cause__ = error
-        frames = frames_of(raising) or "".join(traceback.format_exception(error))
-        told = str(error) if isinstance(error, Error) else text_of(error)
-        told = type(error).__name__ + (f": {told}" if told else "")
-        return wire.Raised(shard, what, told, got, frames, exception, has_module, text)
+        told = ModelError(error_text(what, error, f"; it got {got}" if got else ""))
+        told.__cause__ = error
+        frames = frames_of(told) or "".join(traceback.format_exception(error))
+        return wire.Raised(shard, str(told), frames, exception, has_module, text)
 
     def _held_bytes(self, module_number: int) -> int:
         """Return how many bytes the graphs of a module hold, as far as they can be seen: each storage once."""

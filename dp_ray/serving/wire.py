@@ -212,9 +212,7 @@ class Raised:
     """
 
     shard: int | None
-    what: str  # where: the model, its backward, or the making of the module
-    error: str  # the exception's type and text
-    got: str  # dtypes and sizes of the shard's inputs
+    error: str  # what raised, the exception, and dtypes and sizes of the shard's inputs
     frames: str
     exception: bytes | None
     has_module: bool

@@ -32,19 +32,18 @@ from dp_ray.engine.update import LoopOptimizerStep, Updates
 from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.world import gathered, has_peers
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job.job import COLUMNS, Job
+from dp_ray.job.job import COLUMNS
 from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.samples import mixture_of
 from dp_ray.job.targets import bound
-from dp_ray.messages import StoppedEarly
 from dp_ray.plan.mixture import ROWS_OF
 from dp_ray.rundir.checkpoint import pack
 from dp_ray.rundir.history import OF_FURTHER
-from dp_ray.tasks.early_stopping import Patience
+from dp_ray.tasks.checkpoints import Training
+from dp_ray.tasks.early_stopping import Stopping
 from dp_ray.tasks.preflight import Facts, decided, of_pass
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, begun_training, place_training
-from dp_ray.tasks.train_state import TrainState
 from dp_ray.tensors.files import is_dense
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.text import listed
@@ -57,19 +56,25 @@ def train_by_loop(context: Context) -> None:
 
 def call_loop(loop: "Loop") -> None:
     """Call the job's function with its loop, and see that it goes over all of the steps."""
+    of_function: BaseException | None = None
     with loop._watched():
         try:
-            returned = bound("loop", loop._placed.context.job.loop)(loop)
-            if inspect.isgenerator(returned) or inspect.iscoroutine(returned):
-                kind = "yield" if inspect.isgenerator(returned) else "async"
-                returned.close()
-                raise JobError(f"loop: {returned.__qualname__} has {kind}, so a call does not run it; leave that out")
-        except BaseException as error:
-            loop._throw(error)
-            if error is loop._error or not isinstance(error, Exception | SystemExit):
+            with loop._around:
+                try:
+                    returned = bound("loop", loop._placed.context.job.loop)(loop)
+                    if inspect.isgenerator(returned) or inspect.iscoroutine(returned):
+                        kind = "yield" if inspect.isgenerator(returned) else "async"
+                        returned.close()
+                        says = f"{returned.__qualname__} has {kind}, so a call does not run it; leave that out"
+                        raise JobError(f"loop: {says}")
+                except BaseException as error:
+                    of_function = error
+                    raise
+                loop._end()
+        except (Exception, SystemExit) as error:
+            if error is not of_function or error is loop._error:
                 raise  # no mistake of the function's
             raise_as(error, "loop")
-        loop._end()
 
 
 class Loop:
@@ -98,6 +103,7 @@ class Loop:
         self._updates: list[LoopUpdate] = []
         self._states: dict[str, Any] = {}
         self._running: Iterator[LoopStep] | None = None
+        self._around = ExitStack()  # what stands around the steps, once they have begun
         self._is_through = False
         self._error: BaseException | None = None  # of what stands around the steps
         self._failed: BaseException | None = None  # of a pass or an update
@@ -166,21 +172,26 @@ class Loop:
 
     def _steps(self) -> Iterator["LoopStep"]:
         try:
-            with self._begun() as (trained, steps):
-                for step in steps:
-                    self._step = LoopStep(self, trained, step)
-                    yield self._step
-                    if self._failed is not None:
-                        raise self._failed
-                    keeps = bool(self._states) and self._keeps_after(step.number)
-                    stops = bool(self._reason) and step.number + 1 < self.num_steps
-                    if stops or keeps or self._placed.context.job.eval is not None:
-                        # Before what all workers do together: they compare the states, or evaluate.
-                        trained.calls.check(f"step {step.number}: its end, with {'' if stops else 'no '}run.stop")
-                    trained.end(step, self._step._logged)
-                    if keeps:
-                        check_same(self._states, step.number)
-                    self._step = None
+            trained, steps = self._around.enter_context(self._begun())
+            for step in steps:
+                self._step = LoopStep(self, trained, step)
+                yield self._step
+                if self._failed is not None:
+                    raise self._failed
+                # Each run of the job keeps its state after such a step, whatever the clock says.
+                periods = checkpoints_of(self._placed.context.job).due.periods(self._placed.split)
+                is_last = step.number + 1 == self.num_steps
+                is_kept = is_last or any((step.number + 1) % period == 0 for period in periods)
+                keeps = bool(self._states) and is_kept
+                stops = bool(self._reason) and not is_last
+                if stops or keeps or self._placed.context.job.eval is not None:
+                    # Before what all workers do together: they compare the states, or evaluate.
+                    trained.calls.check(f"step {step.number}: its end, with {'' if stops else 'no '}run.stop")
+                trained.end(step, self._step._logged)
+                if keeps:
+                    check_same(self._states, step.number)
+                self._step = None
+            self._around.close()  # before what the function does after its steps
             self._is_through = True
         except GeneratorExit:  # closed by the loop: it ends early
             raise
@@ -193,9 +204,7 @@ class Loop:
         """Give what the steps train, at the state where the training begins or goes on, and the steps."""
         with begun_training(self._placed, self._model_of) as run:
             self._has_trained |= run.training.state.step > 0  # in an earlier attempt, as far as is known
-            stopping = StopOfLoop(self, run.training.context.job, run.training.state)
-            steps: Any = run.steps(stopping)
-            with closing(steps):  # an error's traceback may hold them for long
+            with closing(run.steps(StopOfLoop(self, run.training))) as steps:  # an error's traceback may hold them
                 yield run.trainer, steps
 
     @contextmanager
@@ -222,34 +231,14 @@ class Loop:
         finally:
             self._does = before
 
-    def _keeps_after(self, step: int) -> bool:
-        """Return whether each run of the job keeps its state after a step, whatever the clock says."""
-        periods = checkpoints_of(self._placed.context.job).due.periods(self._placed.split)
-        return step + 1 == self.num_steps or any((step + 1) % period == 0 for period in periods)
-
     def _model_of(self, placed: PlacedTraining, step: Step, measures: Metrics, clock: StepClock) -> LoopModel:
         updates = Updates([update._given for update in self._updates], self._states)
         return self._kind(placed.placement, placed.split, updates, clock)
 
-    def _throw(self, error: BaseException) -> None:
-        """Have what stands around the steps end as after an error of the body's."""
-        running: Any = self._running
-        if running is not None and not self._is_through and self._error is None:
-            try:
-                running.throw(error)
-            except BaseException as found:
-                # A generator raises a StopIteration in another error.
-                if found is not error and not (isinstance(error, StopIteration) and found.__cause__ is error):
-                    raise
-            self._error = None  # it is the body's own
-
     def _end(self) -> None:
         """Check that the steps are through, once the job's function has returned."""
-        if self._error is None and self._failed is not None:
-            self._throw(self._failed)
-            raise self._failed
-        if self._error is not None:
-            raise self._error
+        if (error := self._error or self._failed) is not None:
+            raise error
         if self._running is not None and self._reason and not self._is_through:
             with suppress(StopIteration):  # the loop has left the step that it stops after
                 next(self._running)
@@ -257,12 +246,10 @@ class Loop:
             self._step._model.calls.check("the end of the loop")
         if not self._is_through:
             number = 0 if self._step is None else self._step.number
-            error = ModelError(
+            raise ModelError(
                 f"loop: it ended in step {number}, and {self.num_steps - number} of {self.num_steps} steps are left; "
                 "go over all of run.steps(), or call run.stop(reason) to end after a step"
             )
-            self._throw(error)
-            raise error
 
     def _check_not_begun(self, what: str) -> None:
         if self._running is not None:
@@ -626,36 +613,20 @@ def _digest(state: Any) -> str:
     return found.hexdigest()
 
 
-class StopOfLoop:
-    """The step after which a loop ends early: as `run.stop` says, or as the job's `early_stopping` does."""
+class StopOfLoop(Stopping):
+    """The step after which a loop ends early; it is an error if none of its steps has trained anything by then."""
 
-    def __init__(self, loop: Loop, job: Job, state: TrainState) -> None:
-        reason = state.stopping.get("reason")
-        self._loop, self._state, self._inner = loop, state, Patience.of(job, state)
-        if reason:  # of a driver that was killed after its workers had stopped
-            state.stopping["reason"] = reason
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether the training ends here."""
-        return bool(self._state.stopping.get("reason")) or (self._inner is not None and self._inner.has_stopped)
+    def __init__(self, loop: Loop, training: Training) -> None:
+        super().__init__(training.context.job, training.state)
+        self._loop = loop
 
     def take(self, measured: dict[str, float]) -> bool:
         """Take in what was measured after a step; return whether the training stops. Every rank calls this."""
-        if self._loop._reason:
-            self._state.stopping["reason"] = self._loop._reason
-        stops = (self._inner is not None and self._inner.take(measured)) or self.has_stopped
+        self.reason = self._loop._reason
+        stops = super().take(measured)
         if (stops or self._state.step == self._loop.num_steps) and not self._loop._has_trained:
             raise ModelError(
                 f"loop: none of its {self._state.step} steps has trained anything; call step.backward(loss, of), and "
                 "update.step() of an update = run.optimizer(optimizer)"
             )
         return stops
-
-    def stopped(self) -> StoppedEarly:
-        """Return why the training has stopped."""
-        reason = self._state.stopping.get("reason")
-        if reason:
-            return StoppedEarly(self._state.step, "", "", 0.0, None, 0, reason)
-        assert self._inner is not None
-        return self._inner.stopped()

@@ -40,7 +40,7 @@ from dp_ray.tasks.checkpoints import (
     restored,
     sample_layout,
 )
-from dp_ray.tasks.early_stopping import Patience, Stopping
+from dp_ray.tasks.early_stopping import Stopping
 from dp_ray.tasks.evaluate import Evaluator
 from dp_ray.tasks.hooks import HookCalls
 from dp_ray.tasks.loop import Run, times_of
@@ -87,8 +87,9 @@ class TrainingRun(Generic[M]):
         context, state, split = training.context, training.state, training.split
         world, control, watch = context.world, context.control, training.watch
         source, times = training.source, training.times
-        stopping = stopping or Patience.of(context.job, state)
-        start, hooks = self._start(stopping)
+        stopping = stopping or Stopping(context.job, state)
+        start = split.total_steps if stopping.has_stopped else state.step
+        hooks = HookCalls(training) if world.rank == 0 and context.job.hooks.given else None
         # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
         quarantine = begin_quarantine(context, source.dataset, lambda step, _: step < state.step)
         work = Work(split, world.world_size, world.rank, start=start)
@@ -130,13 +131,6 @@ class TrainingRun(Generic[M]):
                 self._keep(finished, run, checkpointer)
             self._through(run, checkpointer)
         end(training, stopping, hooks, quarantine)  # nothing is read or written in the background any more
-
-    def _start(self, stopping: Stopping | None) -> tuple[int, HookCalls | None]:
-        """Return the step to begin at, the end if the training has stopped; and on rank 0 the job's hooks."""
-        context = self.training.context
-        has_stopped = stopping is not None and stopping.has_stopped
-        hooks = HookCalls(self.training) if context.world.rank == 0 and context.job.hooks.given else None
-        return self.training.split.total_steps if has_stopped else self.training.state.step, hooks
 
     def _asking(self, loaded: Iterator[LoadedStep], on_shard: OnShard) -> tuple[Iterator[LoadedStep], OnShard]:
         """Have a declared training ask what it must know, before its next step and in its very first one.
@@ -180,22 +174,20 @@ class TrainingRun(Generic[M]):
         run.send_times()
 
 
-def end(
-    training: Training, stopping: Stopping | None, hooks: HookCalls | None, quarantine: Quarantine | None
-) -> None:
+def end(training: Training, stopping: Stopping, hooks: HookCalls | None, quarantine: Quarantine | None) -> None:
     """End a training whose steps and writer have ended: keep its weights, or leave it if it was stopped."""
     context, state, split = training.context, training.state, training.split
-    has_stopped = stopping is not None and stopping.has_stopped
-    if state.step < split.total_steps:
+    ends_early = state.step < split.total_steps
+    if ends_early:
         if quarantine is not None:  # of batches that were read ahead, nothing was set aside after all
             gathered(None)  # all workers have read what they had begun to read ahead
             drop_set_aside(context.run, lambda step, _: step < state.step)
-        if not has_stopped:
+        if not stopping.has_stopped:
             # Raises StopRequested, once all have kept their work: a training that goes on later has no weights yet.
             context.control.leave()
     context.control.end()
     keep_weights(training)  # after the writer's end: the best ones are those of a checkpoint
-    if stopping is not None and has_stopped and state.step < split.total_steps and context.world.rank == 0:
+    if ends_early and context.world.rank == 0:
         context.send(stopping.stopped())
     if hooks is not None:
         hooks.at_end()

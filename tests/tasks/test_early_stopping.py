@@ -17,7 +17,7 @@ from dp_ray.report.run_data import read_run
 from dp_ray.results.text import list_text
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
-from dp_ray.tasks.early_stopping import Patience
+from dp_ray.tasks.early_stopping import Stopping
 from dp_ray.tasks.train_state import TrainState
 from tests.support.cli import status_of
 from tests.support.group import history_of, run_group, weights_of
@@ -36,11 +36,8 @@ KEYS: dict[str, Any] = {
 }
 
 
-def stopping_of(train_state: TrainState, **keys: Any) -> Patience:
-    job = job_of("mlp", eval=EVAL, early_stopping={"metric": "eval_loss", **keys})
-    stopping = Patience.of(job, train_state)
-    assert stopping is not None
-    return stopping
+def stopping_of(train_state: TrainState, **keys: Any) -> Stopping:
+    return Stopping(job_of("mlp", eval=EVAL, early_stopping={"metric": "eval_loss", **keys}), train_state)
 
 
 def stop_by_hand(values: list[float], patience: int, delta: float, sign: int) -> int | None:
@@ -91,7 +88,7 @@ def test_another_metric_mode_or_delta_begins_to_count_anew() -> None:
     for keys in ({"mode": "max"}, {"min_delta": 0.5}):
         again = TrainState(**json.loads(json.dumps(train_state.to_json())))
         assert not stopping_of(again, patience=1, **keys).has_stopped
-    assert Patience.of(job_of("mlp"), train_state) is None and "stopping" not in train_state.to_json()
+    assert not Stopping(job_of("mlp"), train_state).has_stopped and "stopping" not in train_state.to_json()
 
 
 @pytest.mark.parametrize("metric", ["loss", "epoch_loss"])
