@@ -215,7 +215,7 @@ class RunningSweep:
         with damage_told(f"{run}/{RESULT}"):
             measured = RESULT_JSON.read(run)["metrics"]
             metrics = {name: None if value is None else float(value) for name, value in measured.items()}
-            self.record.put(replace(trial, state="done", metrics=metrics))
+        self.record.put(replace(trial, state="done", metrics=metrics))
         if metric is not None and metric not in metrics:
             self.say(
                 f"trial {trial.number}: its run has not measured {metric}, but {', '.join(metrics) or 'nothing'}"
