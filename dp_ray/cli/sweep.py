@@ -3,7 +3,6 @@
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +11,7 @@ from dp_ray.cli import options
 from dp_ray.cli.options import KeyOptions, take, workers_begun
 from dp_ray.errors import JobError
 from dp_ray.job.files import job_maker
-from dp_ray.system.imports import collector_paused
+from dp_ray.system.imports import check_installed, collector_paused
 from dp_ray.text import harmless, json_text
 
 if TYPE_CHECKING:
@@ -64,20 +63,19 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
     record = open_record(definition, base, is_new)
     server = None
     with ExitStack() as until_said:
-        # A sweep that is over is only shown: it needs neither torch nor Ray.
-        if not dry_run and not record.is_over:
-            begins = workers_begun(definition.name, jobs, flags["address"], flags["quiet"])
-            server = until_said.enter_context(begins)
-        if not record.is_over:
+        if not record.is_over:  # else it is only shown, which needs neither torch nor Ray
+            if not dry_run:
+                begins = workers_begun(definition.name, jobs, flags["address"], flags["quiet"])
+                server = until_said.enter_context(begins)
             with collector_paused():
                 from dp_ray.driver.run import Options
                 from dp_ray.sweeps import run
             run.check_jobs(jobs)
             if not is_new:
                 run.check_places(record, base)
-        if not dry_run and not record.is_over:
-            of_each = Options(**flags, fork_server=server)
-            run.run_sweep(record, base, of_each, parallel, fail_fast, is_new)
+            if not dry_run:
+                of_each = Options(**flags, fork_server=server)
+                run.run_sweep(record, base, of_each, parallel, fail_fast, is_new)
         _show(record, base, dry_run, as_json)
 
 
@@ -108,12 +106,12 @@ def _defined(job_file: str, of: TrialOptions, keys: KeyOptions) -> "Definition":
             if of.search is None
             else "--search: needs --trials N, the number of trials that it runs"
         )
-    if of.search is not None and find_spec(of.search) is None:
-        raise JobError(f"--search {of.search}: the package is not installed; pip install 'dp-ray[sweep]'")
+    if of.search is not None:
+        check_installed(f"--search {of.search}: the package", of.search, "sweep")
     make = job_maker(job_file)
     trials = of.trials or combinations(axes)
     sweep = Definition("", lambda picked: make({**overrides, **picked}), axes, trials, of.search)
-    first = make({**overrides, **sweep.values(next(iter(sweep.probes())))})
+    first = make({**overrides, **sweep.values(next(sweep.probes()))})
     mode: Mode | None = "min" if of.minimize else "max" if of.maximize else None
     metric, mode = chosen_metric(first, of.metric, mode)
     if of.search is not None and metric is None:

@@ -16,6 +16,7 @@ from dp_ray.errors import Error, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, check_args, resolve
+from dp_ray.system.imports import check_installed
 from dp_ray.tasks.hooks import check_hook
 
 
@@ -49,13 +50,12 @@ def check_targets(job: Job) -> None:
 
 def lacking_here(job: Job) -> Iterator[Error]:
     """Yield an error for each thing that a run of the job needs and this machine lacks: packages, Ray, GPUs."""
-    if job.trackers:
-        from dp_ray.trackers.process import check_installed
-
-        try:
-            check_installed(job.trackers)
-        except JobError as error:
-            yield error
+    for tracker in job.trackers or ():
+        if tracker != "tensorboard":  # its package is no extra
+            try:
+                check_installed(f"trackers: {tracker}", tracker, tracker)
+            except JobError as error:
+                yield error
     try:
         if job.max_workers > 0:
             check_ray()

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -268,13 +268,14 @@ class Execution:
     def _follow_workers(self) -> None:
         """Run the workers to their end, followed by a monitor."""
         prepared, job = self.prepared, self.prepared.job
-        if job.trackers:
+        if job.trackers != []:
             from dp_ray.trackers.process import RunTrackers
 
             self.trackers = RunTrackers(job.trackers, self.claimed.storage, job.env, self.console.say)
+        tracked = self.trackers.writers if self.trackers is not None else []
         # Where the job's own code runs, an import would take its time.
         page = contextlib.nullcontext() if self.workers.is_here else repeated("page", PAGE_SECONDS, self._import_page)
-        with followed(prepared, self.claimed, self.console, self.options.shapes) as monitor, page:
+        with followed(prepared, self.claimed, self.console, self.options.shapes, tracked) as monitor, page:
             self.monitor = monitor
             self.workers.run(job, self.claimed, prepared.plan.rows, monitor, prepared.faults)
 
@@ -378,20 +379,17 @@ class Execution:
 
 
 @contextmanager
-def followed(prepared: Prepared, claimed: RunDir, console: Console, shapes: bool) -> Iterator[Monitor]:
+def followed(
+    prepared: Prepared, claimed: RunDir, console: Console, shapes: bool, tracked: Sequence[Writer]
+) -> Iterator[Monitor]:
     """Follow a run with a monitor, which continues the reports and incidents of the run's earlier drivers.
 
+    The history's rows also go to the writers of its trackers.
     When the block ends, also by an error, the file of shape reports is complete.
     """
     job, run = prepared.job, claimed.storage
-    writers: list[Writer] = []  # of the history's rows, besides the workers
-    if job.trackers is None or "tensorboard" in job.trackers:
-        from dp_ray.trackers.tensorboard import TensorBoardWriter
-
-        writers.append(TensorBoardWriter(run))
     recent = RecentHistory(run, is_followed=bool(set(job.trackers or ()) - {"tensorboard"}))
-    writers.append(recent)
-    monitor = Monitor(job, prepared.plan.split, writers, console, shapes, claimed)
+    monitor = Monitor(job, prepared.plan.split, [*tracked, recent], console, shapes, claimed)
     try:
         saved = repeated("recent history", RECENT_SECONDS, recent.save_if_due)
         with console.live(monitor.progress), progress_noted(run, monitor.progress), saved:

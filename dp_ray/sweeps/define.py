@@ -17,6 +17,7 @@ import yaml
 from dp_ray.errors import JobError
 from dp_ray.job.files import from_yaml
 from dp_ray.job.job import Job, that_count
+from dp_ray.rundir.files import SweepTrial
 from dp_ray.text import did_you_mean, hide_in
 
 Number = int | float
@@ -35,6 +36,11 @@ class Choices:
 
     key: str
     values: tuple[Any, ...]
+
+    @property
+    def picks(self) -> Sequence[Number]:
+        """All that a trial can pick."""
+        return range(len(self.values))
 
     def value(self, picked: Number) -> Any:
         """Return the value that a trial has picked."""
@@ -59,9 +65,9 @@ class ValueRange:
     step: Number | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Return whether it holds whole numbers only."""
-        return isinstance(self.low, int) and isinstance(self.high, int)
+    def picks(self) -> Sequence[Number]:
+        """Both ends, which are checked before a search begins."""
+        return self.low, self.high
 
     def value(self, picked: Number) -> Number:
         """Return the value that a trial has picked."""
@@ -119,8 +125,7 @@ def _range(key: str, match: re.Match[str]) -> ValueRange:
         raise ValueError("a range by the logarithm has no step")
     if step is not None and not 0 < step <= high - low:
         raise ValueError(f"the step must be above 0 and fit into the range, got {step}")
-    whole = isinstance(low, int) and isinstance(high, int)
-    if not whole or isinstance(step, float):
+    if any(isinstance(number, float) for number in (low, high, step)):
         low, high = float(low), float(high)
     return ValueRange(key, low, high, is_log, step)
 
@@ -198,8 +203,8 @@ class Definition:
     mode: Mode = "min"
 
     def run_name(self, number: int) -> str:
-        """Return the name of a trial's run; trials are numbered from 1."""
-        return run_name(self.name, number)
+        """Return the name of a trial's run, `digits-sweep-3`; trials are numbered from 1."""
+        return f"{self.name}-{number}"
 
     def values(self, picked: Picked) -> dict[str, Any]:
         """Return the values of a trial, by their keys."""
@@ -214,30 +219,33 @@ class Definition:
             settings = ", ".join(f"{key}={value!r}" for key, value in values.items())
             raise JobError(f"{error}\nso is the trial with {settings}") from None
 
-    def grid(self) -> Iterator[Picked]:
-        """Yield the picks of each trial, in their order, if there is no search."""
-        picks = [range(len(axis.values)) for axis in self.axes if isinstance(axis, Choices)]
-        for picked in itertools.product(*picks):
-            yield dict(zip((axis.key for axis in self.axes), picked, strict=True))
-
     def probes(self) -> Iterator[Picked]:
-        """Yield the picks to check before anything runs: all trials, or each value and both ends of a search."""
+        """Yield the picks of each trial, in their order; of a search, what is checked: each value and both ends."""
+        picks = {axis.key: axis.picks for axis in self.axes}
         if self.search is None:
-            yield from self.grid()
+            for picked in itertools.product(*picks.values()):
+                yield dict(zip(picks, picked, strict=True))
             return
-        first = {axis.key: _picks(axis)[0] for axis in self.axes}
+        first = {key: of_key[0] for key, of_key in picks.items()}
         yield first
-        for axis in self.axes:
-            yield from ({**first, axis.key: picked} for picked in _picks(axis)[1:])
+        for key, of_key in picks.items():
+            yield from ({**first, key: picked} for picked in of_key[1:])
+
+    @property
+    def first(self) -> Job:
+        """The job of the first trial; of a search, one such as its trials'."""
+        return self.job(1, next(self.probes()))
+
+    def trial(self, number: int, picked: Picked) -> SweepTrial:
+        """Return a trial that waits."""
+        values = json.loads(json.dumps(self.values(picked), default=str))
+        return SweepTrial(number, values, self.run_name(number), "waiting", None, {}, "", dict(picked))
 
     def describe(self) -> dict[str, Any]:
-        """Return the sweep as JSON without secrets; the job is that of the first trial, without what varies."""
-        first = self.job(1, next(iter(self.probes())))
-        job = that_count(first.describe())
-        for axis in self.axes:
-            job = _without(job, axis.key.split("."))
+        """Return the sweep as JSON without secrets; the job is that of the first trial."""
+        first = self.first
         described = {
-            "job": job,
+            "job": that_count(first.describe()),
             "fingerprint": first.fingerprint(with_lengths=True),
             "over": {axis.key: axis.describe() for axis in self.axes},
             "search": self.search,
@@ -248,32 +256,9 @@ class Definition:
         return plain
 
 
-def run_name(sweep: str, number: int) -> str:
-    """Return the name of the run of a sweep's trial.
-
-    >>> run_name("digits-sweep", 3)
-    'digits-sweep-3'
-    """
-    return f"{sweep}-{number}"
-
-
-def _picks(axis: Axis) -> list[Number]:
-    """Return the picks that are checked: of choices all, of a range both ends."""
-    return list(range(len(axis.values))) if isinstance(axis, Choices) else [axis.low, axis.high]
-
-
-def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """Return nested mappings without the value at a path."""
-    first, *rest = path
-    if not rest:
-        return {key: value for key, value in values.items() if key != first}
-    inner = values.get(first)
-    return {**values, first: _without(inner, rest)} if isinstance(inner, Mapping) else dict(values)
-
-
 def combinations(axes: Sequence[Axis]) -> int:
     """Return how many combinations there are of the values of some axes."""
-    return math.prod(len(axis.values) for axis in axes if isinstance(axis, Choices))
+    return math.prod(len(axis.picks) for axis in axes)
 
 
 def chosen_metric(job: Job, metric: str | None, mode: Mode | None) -> tuple[str | None, Mode]:

@@ -1,37 +1,27 @@
 """Run a sweep: its trials, each an ordinary run that is resumed where it stands. Begin at `run_sweep`.
 
-The trials run on the workers of sessions, as many side by side as there is room for, or in this process. A search by
-optuna draws the values of the next trial from those that have ended (`suggested`).
+The trials run on the workers of sessions, as many side by side as there is room for, or in this process.
 """
 
-import contextlib
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.study import StudyDirection
-from optuna.trial import TrialState, create_trial
-
+from dp_ray import Result
 from dp_ray.driver.checks import check_targets
 from dp_ray.driver.run import Options, execute, name_submitted_job
 from dp_ray.errors import STOP_COMMAND, ClusterError, Error, JobError, RunInterrupted, error_report
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
-from dp_ray.plan.order import derive_seed
 from dp_ray.records import damage_told
-from dp_ray.results.result import Result
-from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN
+from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SweepTrial
 from dp_ray.rundir.settled import finished_run
 from dp_ray.storage import Storage
-from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, ValueRange
-from dp_ray.sweeps.record import SweepRecord, Trial, metrics_of_file, remove_sweep, value_name
+from dp_ray.sweeps.record import SweepRecord, remove_sweep, value_name
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
 from dp_ray.text import harmless, relative
@@ -153,7 +143,7 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
 def check_jobs(jobs: Sequence[Job]) -> None:
     """Check the targets and devices of trials before anything runs; raise JobError that names the key at fault."""
     for job in jobs:
-        with contextlib.redirect_stdout(sys.stderr), environment(job.env):
+        with redirect_stdout(sys.stderr), environment(job.env):
             check_targets(job.for_task())
 
 
@@ -168,83 +158,77 @@ def check_places(record: SweepRecord, base: Storage) -> None:
             )
 
 
+@dataclass
 class RunningSweep:
-    """A sweep that runs: which trial is next, and what becomes of each; several threads may run trials.
+    """A sweep that runs: which trial is next, and what becomes of each; several threads may run trials."""
 
-    If it is to `fail_fast`, it stops after the first trial that fails.
-    """
+    record: SweepRecord
+    options: Options
+    say: Say
+    fail_fast: bool = False  # stop after the first trial that fails
+    stop: Stop = field(default_factory=Stop)
+    draws: threading.Lock = field(default_factory=threading.Lock)
 
-    def __init__(
-        self, record: SweepRecord, base: Storage, say: Say, fail_fast: bool = False, is_verbose: bool = False
-    ) -> None:
-        self.stop = Stop()
-        self._record = record
-        self._base = base
-        self._definition = record.definition
-        self._say = say
-        self._fail_fast, self._is_verbose = fail_fast, is_verbose
-        self._left = [trial for trial in record.trials if trial.state != "done"]
-        self._draws = threading.Lock()
+    def __post_init__(self) -> None:
+        self.left = [trial for trial in self.record.trials if trial.state != "done"]
 
     def work(self, lane: Lane) -> None:
         """Run trials in a lane until none is left, or until the sweep shall stop."""
         while (trial := self._next()) is not None:
-            self._run(trial, lane)
+            try:
+                self._run(trial, lane)
+            except (KeyboardInterrupt, ClusterError):  # the same command goes on with it
+                self.record.put(replace(trial, state="interrupted"))
+                raise
+            except Error as error:
+                self._failed(trial, error)
 
-    def _next(self) -> Trial | None:
+    def _next(self) -> SweepTrial | None:
         """Return the next trial, which the record says is running; None if there is none."""
-        with self._draws:
+        definition = self.record.definition
+        with self.draws:
             if self.stop.is_asked:
                 return None
-            before = self._record.trials
-            if self._left:
-                trial = self._left.pop(0)
-            elif self._definition.search is not None and len(before) < self._definition.count:
-                seed = self._definition.job(1, next(iter(self._definition.probes()))).seed
+            before = self.record.trials
+            if self.left:
+                trial = self.left.pop(0)
+            elif definition.search is not None and len(before) < definition.count:
+                from dp_ray.sweeps.search import suggested  # imports optuna, an extra
+
                 number = len(before) + 1
-                trial = Trial(number, suggested(self._definition, seed, number, before))
+                trial = definition.trial(number, suggested(definition, definition.first.seed, number, before))
             else:
                 return None
             # Within the lock: the next draw of another thread counts this trial.
-            self._record.put(replace(trial, state="running", error=""))
+            trial = replace(trial, state="running", error="")
+            self.record.put(trial)
             return trial
 
-    def _run(self, trial: Trial, lane: Lane) -> None:
-        """Run a trial to its end, or take over what its finished run has measured."""
-        settings = ", ".join(f"{key}={value}" for key, value in self._definition.values(trial.picked).items())
-        try:
-            job = self._definition.job(trial.number, trial.picked)
-            metrics = self._measured(job)
-            if metrics is None:
-                self._say(f"trial {trial.number} of {self._definition.count}: {settings}")
-                metrics = lane.execute(job).metrics
-            self._record.put(replace(trial, state="done", metrics=metrics, error=""))
-            metric = self._definition.metric
-            if metric is not None and metric not in metrics:
-                self._say(
-                    f"trial {trial.number}: its run has not measured {metric}, but {', '.join(metrics) or 'nothing'}"
-                )
-        except (KeyboardInterrupt, ClusterError):  # the same command goes on with it
-            self._record.put(replace(trial, state="interrupted"))
-            raise
-        except Error as error:
-            self._failed(trial, error)
-
-    def _measured(self, job: Job) -> dict[str, float] | None:
-        """Return the metrics of a trial whose run has finished although the record does not say so; else None."""
+    def _run(self, trial: SweepTrial, lane: Lane) -> None:
+        """Run a trial to its end, if the run has not finished before the record could say so; keep its metrics."""
+        definition, metric = self.record.definition, self.record.definition.metric
+        job = definition.job(trial.number, trial.picked)
         if (run := finished_run(job)) is None:
-            return None
+            values = ", ".join(f"{key}={value}" for key, value in trial.values.items())
+            self.say(f"trial {trial.number} of {definition.count}: {values}")
+            run = lane.execute(job).storage()
         with damage_told(f"{run}/{RESULT}"):
-            return metrics_of_file(RESULT_JSON.read(run)["metrics"])
+            measured = RESULT_JSON.read(run)["metrics"]
+            metrics = {name: None if value is None else float(value) for name, value in measured.items()}
+        self.record.put(replace(trial, state="done", metrics=metrics))
+        if metric is not None and metric not in metrics:
+            self.say(
+                f"trial {trial.number}: its run has not measured {metric}, but {', '.join(metrics) or 'nothing'}"
+            )
 
-    def _failed(self, trial: Trial, error: Error) -> None:
+    def _failed(self, trial: SweepTrial, error: Error) -> None:
         if self.stop.is_at_once:
-            self._record.put(replace(trial, state="interrupted"))
+            self.record.put(replace(trial, state="interrupted"))
             return
-        self._record.put(replace(trial, state="failed", error=f"{type(error).__name__}: {error}"))
-        Console(self._definition.name).say(f"trial {trial.number} failed:")
-        print(harmless(error_report(error, self._is_verbose)), file=sys.stderr)
-        if self._fail_fast:
+        self.record.put(replace(trial, state="failed", error=f"{type(error).__name__}: {error}"))
+        Console(self.record.definition.name).say(f"trial {trial.number} failed:")
+        print(harmless(error_report(error, self.options.verbose)), file=sys.stderr)
+        if self.fail_fast:
             self.stop.is_asked = True
 
 
@@ -260,25 +244,23 @@ def run_sweep(
     definition, say = record.definition, Console(record.definition.name, options.quiet).say
     name_submitted_job(definition.name, str(base))  # before its first trial gives its own
     jobs = [definition.job(1, picked) for picked in definition.probes()]
-    sweep = RunningSweep(record, base, say, fail_fast, options.verbose)
-    num_left = sum(trial.state != "done" for trial in record.trials)
-    num_left += max(0, definition.count - len(record.trials))  # which a search has not drawn yet
-    with contextlib.ExitStack() as until_end:
+    sweep = RunningSweep(record, options, say, fail_fast)
+    num_left = max(definition.count, len(record.trials)) - record.num_done
+    with ExitStack() as until_end:
         if not overwrite:
             until_end.enter_context(record.held(say))
         try:
             with opened(jobs, num_left, options, parallel, say) as lanes:
                 if overwrite:  # not before there are workers for what takes its place
-                    remove_sweep(record.folder, base, jobs, say)
+                    remove_sweep(record, base, jobs, say)
                     check_places(record, base)  # else it is done before the workers start
                     until_end.enter_context(record.held(say))
                 run_side_by_side(lanes, sweep.work, sweep.stop)
         except KeyboardInterrupt as stopped:
             if not record.is_over:
-                done = sum(trial.state == "done" for trial in record.trials)
                 again = "run it again without --overwrite" if overwrite else "run the same command"
                 raise RunInterrupted(
-                    f"interrupted: {done} of {definition.count} trials are done; {again} to go on",
+                    f"interrupted: {record.num_done} of {definition.count} trials are done; {again} to go on",
                     sweep.stop.by or getattr(stopped, "by", ()),
                 ) from stopped
         _write_page(record, base, say)
@@ -290,50 +272,12 @@ def _write_page(record: SweepRecord, base: Storage, say: Say) -> None:
         # Not before: a sweep does not wait for them at its start.
         from dp_ray.report.comparison import Trials, save_comparison
 
-        definition = record.definition
-        runs = [(trial, base.child(definition.run_name(trial.number))) for trial in record.best_first]
-        compared = [(trial, run) for trial, run in runs if run.exists(RUN)][:COMPARED]
+        compared = [trial for trial in record.best_first if base.child(trial.run).exists(RUN)][:COMPARED]
         if compared:
-            names = [value_name(trial, definition) for trial, _ in compared]
-            head, rows = record.rows(base)
-            trials = Trials(definition.name, names, head, rows, record.has_best)
-            place = save_comparison([run for _, run in compared], record.folder, trials)
+            trials = Trials(
+                record.definition.name, list(map(value_name, compared)), *record.rows(base), record.has_best
+            )
+            place = save_comparison([base.child(trial.run) for trial in compared], record.folder, trials)
             say(f"page: {relative(place)}")
     except Exception as error:  # whatever it is, the runs stand
         say(f"no page of the sweep: {type(error).__name__}: {error}")
-
-
-def suggested(definition: Definition, seed: int, number: int, before: Sequence[Trial]) -> Picked:
-    """Return what trial `number` picks: a function of the seed, of its number, and of the trials `before` it.
-
-    optuna's study is made anew from these trials, so that a sweep goes on as if it had never stopped.
-    """
-    space = {axis.key: _distribution(axis) for axis in definition.axes}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler = optuna.samplers.TPESampler(seed=derive_seed(seed, "sweep", number) % 2**32, constant_liar=True)
-    known = []
-    for trial in before:  # a trial that failed, or measured no number, counts as failed
-        value = trial.value(definition.metric)
-        ended = TrialState.FAIL if value is None else TrialState.COMPLETE
-        state = ended if trial.state in ("done", "failed") else TrialState.RUNNING
-        known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
-    level = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        direction = StudyDirection.MINIMIZE if definition.mode == "min" else StudyDirection.MAXIMIZE
-        study = optuna.create_study(direction=direction, sampler=sampler)
-        study.add_trials(known)
-        return dict(study.ask(space).params)
-    finally:
-        optuna.logging.set_verbosity(level)
-
-
-def _distribution(axis: Axis) -> BaseDistribution:
-    match axis:
-        case Choices():
-            return CategoricalDistribution(list(range(len(axis.values))))
-        case ValueRange(is_whole=True):
-            return IntDistribution(int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1))
-        case _:
-            return FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)

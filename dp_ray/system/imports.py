@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from dp_ray.errors import is_users
+from dp_ray.errors import JobError, is_users
 from dp_ray.system.process import set_environment
 
 
@@ -34,6 +34,12 @@ def collector_paused() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def check_installed(what: str, package: str, extra: str) -> None:
+    """Raise JobError, which says what to install, if the package of an extra is missing."""
+    if find_spec(package) is None:
+        raise JobError(f"{what} is not installed; pip install 'dp-ray[{extra}]'")
 
 
 def prepare_imports(variables: dict[str, str]) -> None:

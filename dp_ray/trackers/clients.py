@@ -42,10 +42,9 @@ class MlflowClient:
 
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self._client = MlflowClient()
-        self.run_id = asked["run_id"] or ""
+        self.run_id, self.next_step = asked["run_id"] or "", 0
         if not self._reopen():
             self.run_id = self._create(asked)
-            self.next_step = 0
 
     def _reopen(self) -> bool:
         """Set the run to running again; return False if the server does not have it."""
@@ -121,6 +120,10 @@ class PackageClient:
             self._run.log(scalars(row), step=row["step"])
         self.next_step = rows[-1]["step"] + 1
 
+    def close(self) -> None:
+        """Send what is left, since the run's driver was killed."""
+        self._run.finish()
+
 
 class WandbClient(PackageClient):
     """A run of Weights & Biases, whose own process writes it to a local folder and sends it from there."""
@@ -172,10 +175,6 @@ class TrackioClient(PackageClient):
         """End the run. Trackio has no summary, so what an evaluation measured is its step 0."""
         if self.next_step == 0 and metrics:
             self._run.log(dict(metrics), step=0)
-        self._run.finish()
-
-    def close(self) -> None:
-        """Send what is left."""
         self._run.finish()
 
 

@@ -1,6 +1,7 @@
-"""The trackers of a run, as its driver sees them: processes that read the run's directory, and that nobody waits for.
+"""The trackers of a run, as its driver sees them: a writer of TensorBoard's files, and a process for each other one.
 
-The process runs `feed.py`. Begin at `RunTrackers`; `send_late` sends what the trackers of an ended run lack.
+The processes run `feed.py`, and nobody waits for them. Begin at `RunTrackers`; `send_late` sends what the trackers of
+an ended run lack.
 """
 
 import os
@@ -11,19 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from itertools import chain, repeat
 from pathlib import Path
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.rundir.files import RESULT_JSON, kept_job
-from dp_ray.rundir.history import history_of
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage
+from dp_ray.system.imports import check_installed
 from dp_ray.text import command_for, counted
+from dp_ray.trackers.clients import CLIENTS
 from dp_ray.trackers.feed import END_RETRY_SECONDS, ENDED, RETRY_SECONDS, TRACKED_JSON, TRACKERS
+from dp_ray.trackers.tensorboard import TensorBoardWriter
 
-PACKAGES = {"mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
 # dp_ray is found where this process has found it.
 PROGRAM = (
     f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from dp_ray.trackers import feed; feed.main()"
@@ -33,13 +34,6 @@ SETTINGS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT
 END_SECONDS = 30.0
 STOP_SECONDS = 5.0  # after Ctrl-C
 LATE_SECONDS = 600.0
-
-
-def check_installed(trackers: Sequence[str]) -> None:
-    """Raise JobError, which says what to install, if the package of a tracker is missing."""
-    for name in trackers:
-        if name in PACKAGES and find_spec(PACKAGES[name]) is None:
-            raise JobError(f"trackers: {name} is not installed; pip install 'dp-ray[{name}]'")
 
 
 class TrackerProcess:
@@ -67,18 +61,13 @@ class TrackerProcess:
                 self._process.stdin.write(ENDED)
 
     def leave(self, until: float) -> None:
-        """Wait for the process until a time of time.monotonic(); then kill it, and say what the tracker lacks."""
+        """Wait for the process until a time of time.monotonic(); then kill it, and say what the tracker has."""
         self._thread.join(max(0.0, until - time.monotonic()))
         self.close()
         if not self.is_done:
-            try:
-                next_step = TRACKED_JSON.read(self._run.child(TRACKERS), f"{self.name}.json").next_step
-                table = history_of(self._run)
-                steps = [] if table is None else table.column("step").to_pylist()
-                lacking = counted(sum(step >= next_step for step in steps), "step")
-            except (StorageError, OSError, ValueError):  # pyarrow raises the last two
-                lacking = "steps"
-            self._say(f"{self.name} lacks {lacking} and the run's end; `{command_for('track', self._run)}` sends it")
+            has = counted(TRACKED_JSON.read(self._run.child(TRACKERS), f"{self.name}.json").next_step, "step")
+            again = command_for("track", self._run)
+            self._say(f"{self.name} has {has} and lacks the run's end; `{again}` sends what it lacks")
 
     def close(self) -> None:
         """Kill the process, if it has not ended by itself."""
@@ -142,12 +131,14 @@ class TrackerProcess:
 
 
 class RunTrackers:
-    """The trackers of a run; without any, nothing happens."""
+    """The trackers of a run, by default TensorBoard's files; the `writers` get the rows of its history."""
 
     def __init__(
-        self, names: Sequence[str], run: Storage, env: Mapping[str, str], say: Callable[[str], None]
+        self, names: Sequence[str] | None, run: Storage, env: Mapping[str, str], say: Callable[[str], None]
     ) -> None:
-        self._all = [TrackerProcess(name, run, env, say) for name in names if name in PACKAGES]
+        names = ["tensorboard"] if names is None else names
+        self.writers = [TensorBoardWriter(run)] if "tensorboard" in names else []
+        self._all = [TrackerProcess(name, run, env, say) for name in names if name in CLIENTS]
 
     def finish(self, status: str) -> None:
         """End the trackers' runs with that of a run, whose result is in its directory."""
@@ -175,12 +166,13 @@ def send_late(run_dir: str) -> Iterator[str]:
     """
     run = Storage(run_dir)
     job, result = kept_job(run, "a training"), RESULT_JSON.read(run)
-    names = [name for name in job.get("trackers") or () if name in PACKAGES]
+    names = [name for name in job.get("trackers") or () if name in CLIENTS]
     if not names:
         raise JobError(f"{run}: the job has no trackers but TensorBoard's files")
     if not result or last_alive(run)[0]:
         raise JobError(f"{run}: has not ended; its trackers get what they lack when it goes on")
-    check_installed(names)
+    for name in names:
+        check_installed(f"trackers: {name}", name, name)
     said: list[str] = []
     if lacking := RunTrackers(names, run, {}, said.append).end(LATE_SECONDS):
         raise StorageError(f"{run}: {', '.join(lacking)} did not answer: {said[-1]}")

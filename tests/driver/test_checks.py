@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +25,7 @@ from dp_ray.job.keys import Target
 from dp_ray.monitor.in_process import InProcess
 from dp_ray.plan.costs import remarks
 from dp_ray.plan.split import Split
-from dp_ray.trackers.process import PACKAGES
+from dp_ray.system import imports
 from tests.support import training
 from tests.support.cli import status_of
 from tests.support.trainings import keys_of
@@ -155,7 +156,7 @@ def test_the_plan_of_a_job_that_no_run_would_take_is_an_error(
 def test_the_plan_says_what_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run says the same as an error. The plan may be of another machine, so there it is a remark."""
     keys = keys_of(storage=str(tmp_path), name="run", init_from=str(tmp_path / "no.pt"), trackers=["wandb"])
-    monkeypatch.setitem(PACKAGES, "wandb", "no_such_package")
+    monkeypatch.setattr(imports, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
     plan = plan_job(Job.make({key: one for key, one in keys.items() if key != "quiet"}, "run"))
     missing, lacking = plan.remarks
     assert missing == f"a run would not start: init_from: there is no file {tmp_path}/no.pt"

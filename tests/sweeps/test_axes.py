@@ -62,7 +62,7 @@ def test_what_only_looks_like_a_range_is_text() -> None:
 def test_the_trials_are_all_combinations_the_last_key_fastest(tmp_path: Path) -> None:
     axes = tuple(map(parse_axis, ["optimizer.args.lr=1e-3,3e-4", "batch_size=32,64", "model_args.dropout=0,0.5"]))
     sweep = Definition("s", job_maker(training_job(tmp_path)), axes, combinations(axes))
-    jobs = [sweep.job(number, picked) for number, picked in enumerate(sweep.grid(), start=1)]
+    jobs = [sweep.job(number, picked) for number, picked in enumerate(sweep.probes(), start=1)]
     assert [job.run_name for job in jobs] == [f"s-{number}" for number in range(1, 9)]
     found = [(job.targets["optimizer"].args["lr"], job.batch_size, job.model.args["dropout"]) for job in jobs]
     assert found == list(itertools.product([1e-3, 3e-4], [32, 64], [0, 0.5]))

@@ -1,13 +1,13 @@
 """Sweeps: each trial an ordinary run, carried on after a kill, a Ctrl-C or a failure; searched by optuna; shown."""
 
 import json
-import math
 import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,17 +19,20 @@ import torch
 import dp_ray
 from dp_ray.errors import RunInterrupted
 from dp_ray.job.files import job_maker
+from dp_ray.rundir.files import SweepTrial
 from dp_ray.rundir.lease import LEASE
 from dp_ray.rundir.lease import held as lease_held
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Definition, parse_axis
-from dp_ray.sweeps.record import SweepRecord, Trial, open_record
-from dp_ray.sweeps.run import Lane, Stop, run_side_by_side, suggested
+from dp_ray.sweeps.record import SweepRecord, open_record
+from dp_ray.sweeps.run import Lane, Stop, run_side_by_side
+from dp_ray.sweeps.search import suggested
 from dp_ray.system.threads import planned_stops
 from tests.support import sweeps
 from tests.support.cli import status_of
 from tests.support.cluster import Cluster
+from tests.support.fresh import loaded_by
 from tests.support.s3 import SECRET, Server
 from tests.support.sweeps import GRID, NUMBERS, VALUES, drivers, evaluation_job, kept, states, swept, training_job
 
@@ -322,7 +325,7 @@ def test_a_sweep_that_was_given_another_name_takes_no_other_runs_for_its_own(
     assert status_of(monkeypatch, "run", job, "--quiet", "--name", "moved-1") == 0
     before = (runs / "moved-1" / "run.json").read_text()
     assert status_of(monkeypatch, *sweep) == 2
-    assert "holds a sweep that was given another name: its first run is first-1" in capsys.readouterr().err
+    assert "holds a different sweep (given another name: its first run is first-1)" in capsys.readouterr().err
     assert status_of(monkeypatch, *sweep, "--overwrite") == 2
     assert (runs / "moved-1" / "run.json").read_text() == before
     assert (runs / "first-1" / "run.json").exists()
@@ -428,21 +431,29 @@ def test_a_killed_search_runs_its_half_run_trial_with_the_same_values(
     assert states(base) == ["done"] * 4
 
 
+def trial(sweep: Definition, number: int, picked: dict[str, Any], **how: Any) -> SweepTrial:
+    """A trial, as a file keeps it."""
+    return replace(sweep.trial(number, picked), **how)
+
+
+def measured(loss: float | None) -> dict[str, Any]:
+    """What is kept of a trial that is done: no file keeps a loss that is not finite."""
+    return {"state": "done", "metrics": {"loss": loss}, "metric": loss}
+
+
 def test_a_search_takes_what_is_no_result_for_none(tmp_path: Path) -> None:
     """Trials that run, that failed, and whose loss is no number or is infinite."""
     axes = (parse_axis("model.args.x=0.0..8.0"), parse_axis("model.args.y=0,1"))
     sweep = Definition("s", job_maker(evaluation_job(tmp_path)), axes, 99, "optuna", "loss")
     good = [
-        Trial(number, {"model.args.x": number / 2, "model.args.y": 0}, "done", {"loss": 1.0})
+        trial(sweep, number, {"model.args.x": number / 2, "model.args.y": 0}, **measured(1.0))
         for number in range(1, 13)
     ]
-    ends: list[dict[str, Any]] = [
-        {"state": "running"},
-        {"state": "failed"},
-        {"state": "done", "metrics": {"loss": math.nan}},
+    ends: list[dict[str, Any]] = [{"state": "running"}, {"state": "failed"}, measured(None)]
+    others = [
+        trial(sweep, at, {"model.args.x": 2.0, "model.args.y": 1}, **how) for at, how in enumerate(ends, start=13)
     ]
-    others = [Trial(at, {"model.args.x": 2.0, "model.args.y": 1}, **how) for at, how in enumerate(ends, start=13)]
-    infinite = Trial(16, {"model.args.x": 2.0, "model.args.y": 1}, "done", {"loss": math.inf})
+    infinite = trial(sweep, 16, {"model.args.x": 2.0, "model.args.y": 1}, **measured(None))
     found = suggested(sweep, 0, 17, [*good, *others, infinite])
     assert 0 <= found["model.args.x"] <= 8 and found["model.args.y"] in (0, 1)
     assert found == suggested(sweep, 0, 17, [*good, *others, infinite])
@@ -453,9 +464,9 @@ def test_a_search_takes_what_is_no_result_for_none(tmp_path: Path) -> None:
 def test_a_search_draws_the_same_from_infinite_losses_after_it_was_stopped(tmp_path: Path) -> None:
     axes = (parse_axis("model.args.x=0.0..8.0"),)
     sweep = Definition("s", job_maker(evaluation_job(tmp_path)), axes, 99, "optuna", "loss")
-    losses = [math.inf if number > 8 else number / 4 for number in range(16)]
+    losses = [None if number > 8 else number / 4 for number in range(16)]
     trials = [
-        Trial(at, {"model.args.x": (at * 5 % 16) / 2}, "done", {"loss": losses[at * 5 % 16]}) for at in range(1, 16)
+        trial(sweep, at, {"model.args.x": (at * 5 % 16) / 2}, **measured(losses[at * 5 % 16])) for at in range(1, 16)
     ]
     record = SweepRecord(Storage(str(tmp_path / "s")), sweep, trials)
     with record.held(print):
@@ -478,6 +489,11 @@ def test_a_run_that_measured_infinity_before_its_driver_was_killed_is_taken_over
     assert status_of(monkeypatch, *sweep) == 0
     assert states(base) == ["done"] * 2
     assert drivers(base)[:2] == [1, 1]
+
+
+@pytest.mark.full
+def test_a_sweep_without_a_search_needs_no_optuna() -> None:
+    assert "optuna" not in loaded_by("import dp_ray.sweeps.run")
 
 
 def test_a_search_leaves_optunas_own_settings_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,7 +558,7 @@ def test_a_signal_between_two_trials_ends_the_sweep_and_loses_no_trial(
 ) -> None:
     job, base, put = evaluation_job(tmp_path), Storage(str(tmp_path / "runs")), SweepRecord.put
 
-    def signalled(record: SweepRecord, trial: Trial) -> None:
+    def signalled(record: SweepRecord, trial: SweepTrial) -> None:
         if trial.state == "done" and trial.number == 2:
             signal.raise_signal(number)
         put(record, trial)
