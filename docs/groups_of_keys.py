@@ -71,7 +71,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "Models that are too large for a GPU",
         "Over several devices, or over the workers.",
         (
-            *("strategy", "fsdp", "activation_checkpointing", "device_map", "blocks", "input_device"),
+            *("strategy", "fsdp", "activation_checkpointing", "device_map", "input_device"),
             "bucket_cap_mb",
         ),
     ),

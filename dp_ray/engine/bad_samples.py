@@ -1,19 +1,15 @@
-"""Find bad samples where they are loaded, and collate the others; limit the time that reading one may take.
+"""Find bad samples where they are loaded, and collate the others.
 
 Whether a sample is bad depends on it and on the run's reference sample alone, never on the workers or on the other
 samples. With torch's collate, a sample is bad if its structure or shapes are not the reference's. With a collate of
 the user, it is bad if that cannot collate it together with the reference. Begin at `Screen`.
 """
 
-import os
-import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from multiprocessing.sharedctypes import RawArray
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,17 +17,13 @@ import torch
 
 from dp_ray.engine.items import PassthroughSample, Plain, SampleReader
 from dp_ray.engine.user_code import error_text
-from dp_ray.errors import DataError, Error, JobError
-from dp_ray.job.samples import ReadRequest
+from dp_ray.errors import Error, JobError
 from dp_ray.plan.split import Shard
 from dp_ray.text import hide
 
 ItemForm: TypeAlias = Any  # the structure and shapes of an item, as JSON values
 CollateFn: TypeAlias = Callable[[list[Any]], Any]
 TEXT_LENGTH = 10_000  # kept of a message or a traceback
-SLOT = 4  # numbers that each process notes: its pid, and the epoch, the sample and the begin of its read
-TICKS = 4  # how often the limit is checked within its length
-_OVER = 1.5  # of its time, a read may take until its process is ended
 
 
 class BadSample(NamedTuple):
@@ -72,96 +64,22 @@ class Quarantine(NamedTuple):
     keep: Callable[[Shard, Mapping[int, BadSample]], None]
 
 
-class ReadTimeout(BaseException):
-    """A read takes longer than it may. No Exception, so that a dataset's own `except Exception` lets it pass."""
-
-
-class HungRead(NamedTuple):
-    """A read of a sample that did not end, of process `pid`."""
-
-    pid: int
-    epoch: int
-    sample: int
-
-
-class ReadLimit:
-    """The time limit of each sample's read, in `processes` loader processes that share it with the worker.
-
-    In its process, an alarm turns a read that takes too long into an error. If C code ignores signals and the read
-    does not return even then, the worker ends the process: each process notes in shared memory what it reads and
-    since when.
-    """
-
-    def __init__(self, seconds: float, processes: int) -> None:
-        self.seconds = seconds
-        self.poll_seconds = max(1.0, seconds / TICKS)  # how often the worker checks the reads of its processes
-        self._slots: Any = RawArray("d", SLOT * processes)
-        self._at: int | None = None  # of this process; None where the limit is not enforced
-
-    def arm(self, process: int) -> None:
-        """Begin to enforce the limit in this loader process."""
-        self._at = SLOT * process
-        self._slots[self._at : self._at + SLOT] = [os.getpid(), 0.0, 0.0, 0.0]
-        signal.signal(signal.SIGALRM, self._tick)
-        signal.siginterrupt(signal.SIGALRM, False)
-        # A steady tick, not an alarm for each read: setting that would be a call of the system for each sample.
-        signal.setitimer(signal.ITIMER_REAL, self.seconds / TICKS, self.seconds / TICKS)
-
-    @contextmanager
-    def reading(self, epoch: int, index: int) -> Iterator[None]:
-        """Limit the block, which reads a sample; raise ReadTimeout after `seconds`."""
-        if (at := self._at) is None:
-            yield
-            return
-        self._slots[at + 1 : at + SLOT] = [epoch, index, time.monotonic()]
-        try:
-            yield
-        finally:
-            self._slots[at + SLOT - 1] = 0.0
-
-    def _tick(self, *_: object) -> None:
-        assert self._at is not None
-        since = self._slots[self._at + SLOT - 1]
-        if since and time.monotonic() - since > self.seconds:
-            raise ReadTimeout(f"reading took more than {self.seconds:g} s")
-
-    def hung(self) -> HungRead | None:
-        """Return a read that its process's alarm did not end, if there is one."""
-        now = time.monotonic()
-        for at in range(0, len(self._slots), SLOT):
-            pid, epoch, sample, since = self._slots[at : at + SLOT]
-            if since and now - since > self.seconds * _OVER + 1:
-                return HungRead(int(pid), int(epoch), int(sample))
-        return None
-
-    def clear(self) -> None:
-        """Forget what ended processes were reading."""
-        self._slots[:] = [0.0] * len(self._slots)
-
-
 @dataclass(eq=False)
 class Screen:
-    """A filter that sets bad samples of a reader aside where they are loaded.
-
-    `hung` are samples, by epoch, whose read ended its process.
-    """
+    """A filter that sets bad samples of a reader aside where they are loaded."""
 
     reader: SampleReader
     is_finite: bool
     has_own_collate: bool
-    limit: ReadLimit | None = None
     reference: Reference | None = None
-    hung: dict[tuple[int, int], BadSample] = field(default_factory=dict)
     _reference_item: list[Any] = field(default_factory=list)
-    _epoch: int = 0
 
-    def read(self, wanted: ReadRequest, indices: list[int]) -> list[Any]:
-        """Return the samples of a request, with a BadSample in the place of each that cannot be read.
+    def read(self, indices: list[int]) -> list[Any]:
+        """Return the samples of these indices, with a BadSample in the place of each that cannot be read.
 
-        With a limit each is read by itself, for its own time. Raises errors that no single sample caused.
+        Raises errors that no single sample caused.
         """
-        self._epoch = wanted.epoch
-        if self.limit is None and len(indices) > 1:
+        if len(indices) > 1:
             try:
                 return self.reader(indices)
             except (JobError, MemoryError):
@@ -170,34 +88,19 @@ class Screen:
                 pass
         return [self._read_one(index) for index in indices]
 
-    def pass_over(self, read: HungRead) -> None:
-        """Note a read that hangs, once its process is ended: it is not tried again."""
-        assert self.limit is not None
-        self.limit.clear()
-        says = f"reading took more than {self.limit.seconds:g} s and ignored an alarm, so its process was ended"
-        self.hung[read.epoch, read.sample] = BadSample(read.sample, "ReadTimeout", says)
-
     def _read_one(self, index: int) -> Any:
-        if (hung := self.hung.get((self._epoch, index))) is not None:
-            return hung
         try:
-            return self._within_limit(index, self.reader, [index])[0]
+            return self.reader([index])[0]
         except (JobError, MemoryError):
             raise
-        except (Exception, ReadTimeout) as error:
+        except Exception as error:
             bad = bad_sample(index, error)
         carry, carried = self.reader.carry, dict[str, Plain]()
         if not carry:
             return bad
-        with suppress(Exception, ReadTimeout):  # those of its values that can be read
-            carried = self._within_limit(index, self.reader.carried_alone, index)
+        with suppress(Exception):  # those of its values that can be read
+            carried = self.reader.carried_alone(index)
         return bad._replace(carried={key: carried.get(key) for key in carry})
-
-    def _within_limit(self, index: int, read: Callable[[Any], Any], wanted: Any) -> Any:
-        if self.limit is None:
-            return read(wanted)
-        with self.limit.reading(self._epoch, index):
-            return read(wanted)
 
     def collate(self, items: Sequence[Any], indices: Sequence[int], collate: CollateFn) -> Screened:
         """Collate the good samples of those that were read.
@@ -236,13 +139,10 @@ class Screen:
     def _beside_reference(self, index: int, item: Any, collate: CollateFn, reference: Reference) -> BadSample | None:
         """Return why the user's collate cannot collate a sample with the reference; None if it can, in either order.
 
-        Raises DataError if the reference cannot be read any more.
+        Raises what the reader raises if the reference cannot be read any more.
         """
         if not self._reference_item:
-            try:
-                self._reference_item = self._within_limit(reference.sample, self.reader, [reference.sample])
-            except ReadTimeout as error:
-                raise DataError(f"sample {reference.sample}, with which others are compared: {error}") from None
+            self._reference_item = self.reader([reference.sample])
         beside = self._reference_item[0]
         in_order = _misfit_of(index, [beside, item], collate, reference)
         return in_order if in_order is not None else _misfit_of(index, [item, beside], collate, reference)

@@ -1,7 +1,7 @@
 """A worker's devices: which it takes, and how a model is placed over several of them.
 
 Over several devices of one worker, either the model places its parts itself (`devices()` names them while it is
-built) and moves the activations between them in `forward`. Or the job sets `device_map: auto`: each device gets
+built) and moves the activations between them in `forward`. Or the job sets `device_map`: each device gets
 consecutive blocks, about the same number of bytes on each. Forward hooks then move each block's inputs to its device.
 """
 
@@ -116,18 +116,19 @@ def blocks_of(job: Job, model: nn.Module, devices: Sequence[str]) -> list[Placed
     Raises JobError if a named block does not exist or is part of another one. Raises JobError if there are fewer
     blocks than devices, or if two devices would share a parameter.
     """
-    if not job.blocks and not isinstance(model, nn.Sequential):
+    named = job.device_map if isinstance(job.device_map, list) else None
+    if named is None and not isinstance(model, nn.Sequential):
         raise JobError(
             f"device_map: auto places the blocks of a torch.nn.Sequential; the model is a "
-            f"{type(model).__qualname__}: name its blocks, in the order in which they run, as blocks: [...]"
+            f"{type(model).__qualname__}: name its blocks, in the order in which they run, as device_map: [...]"
         )
-    names = job.blocks or [name for name, _ in model.named_children()]
+    names = named or [name for name, _ in model.named_children()]
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
-            raise JobError(f"blocks: the model has no module {name!r}; it has {listed(list(modules)[1:])}")
+            raise JobError(f"device_map: the model has no module {name!r}; it has {listed(list(modules)[1:])}")
         if any(name != other and name.startswith(f"{other}.") for other in names):
-            raise JobError(f"blocks: {name!r} is a part of another block")
+            raise JobError(f"device_map: {name!r} is a part of another block")
     if len(names) < len(devices):
         raise JobError(
             f"device_map: {len(names)} blocks ({listed(names)}) cannot be placed on {len(devices)} devices"

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from dp_ray.engine.bad_samples import ReadLimit, Reference, Screen
+from dp_ray.engine.bad_samples import Reference, Screen
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.items import ColumnSlice, SampleReader, WholeColumns, collate_passthrough
 from dp_ray.engine.random import OwnGenerator, SampleSeeds, inside, own_generators, preserved, seed_all, seed_own
@@ -204,7 +204,7 @@ class Samples(Dataset[Any]):
         self._seeds = None  # it may have made new generators
 
     def _read(self, wanted: ReadRequest, indices: list[int]) -> Any:
-        return self.reader(indices) if self.screen is None else self.screen.read(wanted, indices)
+        return self.reader(indices) if self.screen is None else self.screen.read(indices)
 
 
 def make_loader(
@@ -215,7 +215,7 @@ def make_loader(
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> "TimedLoader":
     """Start torch's DataLoader of these pieces, by default with the job's collate."""
-    loader, processes, screen = job.loader, num_processes(job), samples.screen
+    loader, processes, screen = job.loader, job.loader.processes, samples.screen
     order = order_of(job, samples.dataset)
     # The client of an object store does not survive a fork: a dataset that reads from one asks for "spawn".
     context = loader.context or getattr(samples.dataset, "loader_context", None)
@@ -228,7 +228,6 @@ def make_loader(
         batch_sampler=IndexLists(order, pieces, look_ahead(order, samples.dataset, processes)),  # type: ignore[arg-type]
         collate_fn=Collate(collate, seed, screen, samples.reader, own),  # type: ignore[arg-type]
         num_workers=processes,
-        timeout=screen.limit.poll_seconds if screen is not None and screen.limit is not None else 0,
         prefetch_factor=loader.prefetch if processes else None,
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
         persistent_workers=loader.persistent and processes > 0,
@@ -237,7 +236,7 @@ def make_loader(
     )
     try:
         at_end = getattr(samples.dataset, "stop_reading_ahead", None)
-        return TimedLoader(made, samples.times, None if screen is None else screen.limit, at_end)
+        return TimedLoader(made, samples.times, at_end)
     except Exception:
         if processes:
             _check_can_be_sent(made.multiprocessing_context or multiprocessing.get_context(), samples, collate)
@@ -298,7 +297,7 @@ def remarks_on(job: Job, name: str, dataset: Any) -> list[str]:
             f"loader processes: {listed(not_seeded)}; draw from the global ones of torch, numpy or random"
         )
     method = job.loader.context or getattr(dataset, "loader_context", None) or multiprocessing.get_start_method()
-    if num_processes(job) and method == "fork" and (opened := opened_in(dataset)):
+    if job.loader.processes and method == "fork" and (opened := opened_in(dataset)):
         lines.append(
             f"{name}: forked loader processes share the position in what it has open, and may read wrong rows: "
             f"{listed(opened)}; open it where it is used first, as in __getitem__, so that each process has its own"
@@ -323,12 +322,6 @@ def opened_in(dataset: Any) -> list[str]:
 
 # Classes whose objects hold a file or a connection that is not to be used after a fork; that of lmdb has no module.
 CONNECTIONS = {"sqlite3": ("Connection",), "h5py": ("File", "Group", "Dataset"), "builtins": ("Environment",)}
-
-
-def num_processes(job: Job) -> int:
-    """Return how many processes load for each worker: only in one of them can a sample's read be ended."""
-    has_limit = job.on_error is not None and job.on_error.timeout is not None
-    return job.loader.processes or int(has_limit)
 
 
 def collate_of(job: Job) -> Callable[[list[Any]], Any]:
@@ -438,30 +431,25 @@ def loader_error(error: Error) -> LoaderError:
 def new_screen(job: Job, reader: SampleReader, reference: Reference | None = None) -> Screen:
     """Make a screen for what a reader reads; the job must have `on_error`."""
     assert job.on_error is not None
-    seconds = job.on_error.timeout
-    limit = None if seconds is None else ReadLimit(seconds, num_processes(job))
-    return Screen(reader, job.on_error.finite, job.collate is not None, limit, reference)
+    return Screen(reader, job.on_error.finite, job.collate is not None, reference)
 
 
 class TimedLoader(Iterator[Any]):
     """The batches of a DataLoader that gives each after the seconds it took, which are added to `load`.
 
-    It is no generator: after an error of the DataLoader, the next batch can be asked for. With a `limit`, a read that
-    hangs takes the place of its batch, and the process that reads is ended. Use it in a `with` block, whose end calls
-    `at_end` and ends the DataLoader's processes.
+    It is no generator: after an error of the DataLoader, the next batch can be asked for. Use it in a `with` block,
+    whose end calls `at_end` and ends the DataLoader's processes.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
         times: StepTimes,
-        limit: ReadLimit | None = None,
         at_end: Callable[[], None] | None = None,
     ) -> None:
         self._batches = started_loader(loader)
         self._watch = Watch(self._batches) if isinstance(self._batches, _MultiProcessingDataLoaderIter) else None
         self._times = times
-        self._limit = limit
         self._at_end = at_end
 
     def __enter__(self) -> "TimedLoader":
@@ -475,27 +463,17 @@ class TimedLoader(Iterator[Any]):
 
     def __next__(self) -> Any:
         """Return the next batch; raise what a process sent in its place, or DataError if one has ended at work."""
-        while True:
-            try:
-                seconds, read = next(self._batches)
-                break
-            except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
-                is_late = "DataLoader timed out" in str(error)  # so are others who wait no longer
-                if self._watch is not None and (ended := self._watch.ended(0.0 if is_late else END_SECONDS)):
-                    raise loader_ended_error(ended.pid, ended.exitcode) from None
-                if "cannot pin" in str(error):
-                    what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
-                    raise DataError(f"{what}; set loader.pin_memory: false") from error
-                if not isinstance(error, RuntimeError):  # its tensor was to be fetched from a process
-                    raise loader_ended_error() from error
-                if self._limit is None or not is_late:
-                    raise
-            if (hung := self._limit.hung()) is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(hung.pid, signal.SIGKILL)
-                if self._watch is not None:
-                    self._watch.ended(END_SECONDS)
-                return hung
+        try:
+            seconds, read = next(self._batches)
+        except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+            if self._watch is not None and (ended := self._watch.ended(END_SECONDS)):
+                raise loader_ended_error(ended.pid, ended.exitcode) from None
+            if "cannot pin" in str(error):
+                what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
+                raise DataError(f"{what}; set loader.pin_memory: false") from error
+            if not isinstance(error, RuntimeError):  # its tensor was to be fetched from a process
+                raise loader_ended_error() from error
+            raise
         self._times.load += seconds
         if isinstance(read, LoaderError):
             if read.frames:
@@ -614,7 +592,7 @@ def _unknown_to_torchs_handler() -> Iterator[None]:
         yield
 
 
-def begin_process(process: int) -> None:
+def begin_process(_: int) -> None:
     """Ignore, in a loader's process, signals for the whole group that stop a run, but not torch's that ends it.
 
     The user's code sees the same world as elsewhere, of one process.
@@ -632,10 +610,6 @@ def begin_process(process: int) -> None:
     torch._C._set_worker_signal_handlers()
     queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    info: Any = get_worker_info()
-    screen = info and info.dataset.screen  # of Samples
-    if screen is not None and screen.limit is not None:
-        screen.limit.arm(process)
 
 
 def _send_instead(queue: Any, error: Exception, put: Any) -> None:

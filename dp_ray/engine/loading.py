@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dp_ray.engine.alignment import aligned_batch, must_align
-from dp_ray.engine.bad_samples import BadSample, HungRead, Quarantine, Reference, bad_sample, choose_reference
+from dp_ray.engine.bad_samples import BadSample, Quarantine, Reference, bad_sample, choose_reference
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.host_copy import entered, side_stream
 from dp_ray.engine.items import PassthroughBatch, SampleReader, item_keys, passthrough_keys, whole_columns
@@ -162,31 +162,11 @@ def _read(
 ) -> Generator[LoadedShard, None, None]:
     """Yield each piece that is `due`, read and collated; with a screen, its batch is Screened.
 
-    `pieces` gives them from the first one on, for the loader. A loader whose process hangs in a read is replaced.
+    `pieces` gives them for the loader.
     """
-    num_read = 0
-    piece = next(due, None)
-    while piece is not None:
-        left = functools.partial(_filled, pieces, num_read)
-        with make_loader(job, samples, left, device, collate) as loader:
-            while piece is not None:
-                if not piece.rows:
-                    yield LoadedShard(piece, *NOTHING)
-                else:
-                    read = next(loader)
-                    if isinstance(read, HungRead):
-                        break
-                    num_read += 1
-                    yield LoadedShard(piece, *read)
-                piece = next(due, None)
-        if piece is not None:
-            assert samples.screen is not None
-            samples.screen.pass_over(read)  # the next loader copies the screen to its processes as it starts
-
-
-def _filled(pieces: Pieces, first: int) -> Iterator[Shard]:
-    """Yield the pieces that have rows, from number `first` of them on."""
-    return itertools.islice(filter(attrgetter("rows"), pieces()), first, None)
+    with make_loader(job, samples, lambda: filter(attrgetter("rows"), pieces()), device, collate) as loader:
+        for piece in due:
+            yield LoadedShard(piece, *(next(loader) if piece.rows else NOTHING))
 
 
 def _without_bad(

@@ -166,7 +166,7 @@ class Job(MeasuringKeys):
     CANNOT_CHANGE_THE_RESULT: ClassVar[frozenset[str]] = frozenset(
         (
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
-            *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
+            *("placement", "devices", "input_device", "device_map", "loader", "checkpoint", "retries"),
             "on_lost_worker",
             *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
             *("activation_checkpointing", "stop_on_nan", "hooks", "bucket_cap_mb"),
@@ -245,9 +245,6 @@ class Job(MeasuringKeys):
             return
         if self.sync_batchnorm:
             yield "on_error: sync_batchnorm would wait for a shard without samples; leave one of them out"
-        given, limit = self.on_error.timeout, self.timeouts.step
-        if given is not None and limit is not None and given >= limit:
-            yield f"on_error.timeout: must be below timeouts.step ({limit:g}), which includes it; got {given:g}"
         if "rows" in self.metrics and self.eval is not None:
             yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
@@ -285,8 +282,6 @@ class Job(MeasuringKeys):
                 f"devices: {', '.join(self.devices or ())} are of each worker's own GPUs, {self.own_gpus} each, and "
                 f"gpus_per_worker is {gpus:g}; leave one of them out"
             )
-        if self.blocks is not None and self.device_map is None:
-            yield "blocks: are what device_map: auto places; set device_map: auto, or leave blocks out"
         if self.device_map is not None and self.num_devices == 1:
             yield "device_map: a worker has one device; set gpus_per_worker to 2 or more, or devices: [cpu, cpu]"
 

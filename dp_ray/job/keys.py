@@ -340,9 +340,6 @@ class OnError(Strict):
 
     quarantine: PositiveInt
     """The most samples that are set aside. One more ends the job. A sample counts once a run."""
-    timeout: PositiveFloat | None = None
-    """Seconds after which reading a sample counts as hung. null: no limit. With a limit and `loader.processes: 0` one
-    process reads for each worker."""
     finite: bool = False
     """Whether a sample with a NaN or an infinity in its floating numbers is bad."""
 
@@ -854,12 +851,10 @@ class JobKeys(WorkerKeys, WorkKeys):
 
     input_device: str | None = None
     """The device to which inputs go. Default: that of the model's first parameter."""
-    device_map: Literal["auto"] | None = None
-    """auto: place the model's blocks on the worker's devices, about the same bytes of parameters on each. null: the
-    model places its parts itself."""
-    blocks: Annotated[list[str], Field(min_length=1)] | None = None
-    """The modules that `device_map: auto` places, by name, in the order in which they run. Default: the children of a
-    torch.nn.Sequential."""
+    device_map: Literal["auto"] | Annotated[list[str], Field(min_length=1)] | None = None
+    """Place blocks of the model on the worker's devices, about the same bytes of parameters on each. auto: the
+    children of a torch.nn.Sequential. A list names modules, in the order in which they run. null: the model places
+    its parts itself."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each worker holds the whole model. fsdp: each worker holds a part of each parameter, of its gradient and

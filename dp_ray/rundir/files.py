@@ -113,11 +113,16 @@ SWEEP_JSON = Record[Sweep](Sweep, SWEEP, indent=2)
 
 
 def kept_job(run: Storage, noun: str) -> dict[str, Any]:
-    """Return the job of a run; raises JobError if there is no run."""
+    """Return the job of a run, in keys of this version; raises JobError if there is no run."""
     claimed = RUN_JSON.read(run)
     if not claimed:
         raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}{or_elsewhere(run)}{runs_there(run)}")
-    job: dict[str, Any] = claimed["job"]
+    job: dict[str, Any] = dict(claimed["job"])
+    # Keys that version 0.2 had: one that is left here is told as any other key that is none.
+    if blocks := job.pop("blocks", None):
+        job["device_map"] = blocks
+    if job.get("on_error"):
+        job["on_error"] = {key: value for key, value in job["on_error"].items() if key != "timeout"}
     return job
 
 

@@ -200,7 +200,7 @@ def test_a_layer_that_stands_twice_in_a_sequential_is_placed_too() -> None:
 
 
 def test_named_blocks_get_their_tensors_and_the_rest_stays_on_the_first_device(tmp_path: Path) -> None:
-    job = named(blocks=BLOCKS)
+    job = named(device_map=BLOCKS)
     model = initial(Named)
     assert [block.device for block in blocks_of(job, model, ["a", "b"])] == ["a", "a", "b", "b"]
     placed = spread(job, initial(Named), [CPU, CPU])
@@ -223,9 +223,12 @@ def test_named_blocks_get_their_tensors_and_the_rest_stays_on_the_first_device(t
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"blocks": ["blocks.0", "blocks.9"]}, r"blocks: the model has no module 'blocks.9'; it has embed, blocks"),
-        ({"blocks": ["blocks", "blocks.1"]}, r"blocks: 'blocks.1' is a part of another block"),
-        ({"blocks": ["blocks.1"]}, r"device_map: 1 blocks \(blocks.1\) cannot be placed on 2 devices"),
+        (
+            {"device_map": ["blocks.0", "blocks.9"]},
+            r"device_map: the model has no module 'blocks.9'; it has embed, blocks",
+        ),
+        ({"device_map": ["blocks", "blocks.1"]}, r"device_map: 'blocks.1' is a part of another block"),
+        ({"device_map": ["blocks.1"]}, r"device_map: 1 blocks \(blocks.1\) cannot be placed on 2 devices"),
         ({}, r"device_map: auto places the blocks of a torch.nn.Sequential; the model is a Named: name its blocks"),
     ],
 )
@@ -236,7 +239,7 @@ def test_blocks_that_cannot_be_are_told(keys: dict[str, Any], says: str) -> None
 
 def test_a_parameter_on_two_devices_is_told_with_both_its_names() -> None:
     with pytest.raises(JobError, match=r"blocks.0.linear.weight and blocks.3.linear.weight are the same parameter"):
-        blocks_of(named(blocks=BLOCKS), Named(tied=True), ["cpu", "meta"])
+        blocks_of(named(device_map=BLOCKS), Named(tied=True), ["cpu", "meta"])
 
 
 @pytest.mark.parametrize(
@@ -244,7 +247,7 @@ def test_a_parameter_on_two_devices_is_told_with_both_its_names() -> None:
     [
         ({"gpus_per_worker": 1.5}, "gpus_per_worker: must be 'auto', at most 1, or a whole number, got 1.5"),
         ({"gpus_per_worker": 3}, "devices: 2 are named, and gpus_per_worker is 3"),
-        ({"device_map": None, "blocks": ["a"]}, "blocks: are what device_map: auto places"),
+        ({"blocks": ["a"]}, "blocks: is no key of a job; here it is device_map: a list of modules' names"),
         ({"devices": ["cpu"]}, "device_map: a worker has one device"),
         ({"devices": []}, "devices"),
         (

@@ -20,7 +20,10 @@ from safetensors import safe_open
 from torch import nn
 
 import dp_ray
+from dp_ray.job.job import Job
 from dp_ray.plan.order import Order, derive_seed
+from dp_ray.rundir.files import RUN_JSON, kept_job
+from dp_ray.storage import Storage
 from dp_ray.system.linux import machine
 from tests.support import forked
 from tests.support.cluster import ROOT
@@ -196,3 +199,19 @@ def test_each_release_that_is_out_has_runs_that_this_version_is_tested_with() ->
     there = {path.name for path in OLD.iterdir() if path.is_dir()}
     assert set(released) <= there
     assert all((OLD / version / "jobs.json").exists() for version in there), "of tests/job/test_old_jobs.py"
+
+
+def test_the_job_of_a_run_is_read_without_the_keys_that_have_gone(tmp_path: Path) -> None:
+    today = {"model": "a:b", "dataset": "a:c", "batch_size": 2, "devices": ["cpu", "cpu"]}
+    for there, here in (
+        ({"device_map": None, "blocks": None, "on_error": None}, {"device_map": None, "on_error": None}),
+        ({"device_map": "auto", "blocks": ["a", "b"]}, {"device_map": ["a", "b"]}),
+        (
+            {"on_error": {"quarantine": 3, "timeout": 30.0, "finite": True}},
+            {"on_error": {"quarantine": 3, "finite": True}},
+        ),
+    ):
+        RUN_JSON.write(Storage(str(tmp_path)), {"job": {**today, **there}})
+        kept = kept_job(Storage(str(tmp_path)), "a training")
+        assert kept == {**today, **here}
+        assert Job.make(kept, "run").run_name == "run"

@@ -1,8 +1,6 @@
 """Datasets with bad samples, and the plain loop over the good ones."""
 
 import json
-import signal
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,15 +26,13 @@ class Broken(Dataset[Any]):
         raises: Collection[int] = (),
         misshapen: Collection[int] = (),
         nan: Collection[int] = (),
-        hangs: Collection[int] = (),
-        freezes: Collection[int] = (),
         matrix: Collection[int] = (),
         image: bool = False,
         mended: str = "",
     ) -> None:
         self.pairs = Pairs(length)
         self.raises, self.misshapen, self.nan = set(raises), set(misshapen), set(nan)
-        self.hangs, self.freezes, self.matrix = set(hangs), set(freezes), set(matrix)
+        self.matrix = set(matrix)
         self.image = image
         if mended and Path(mended).exists():
             self.raises -= {int(one) for one in Path(mended).read_text().split()}
@@ -48,11 +44,6 @@ class Broken(Dataset[Any]):
         inputs, target = self.pairs[index]
         if index in self.raises:
             raise ValueError(f"no such image: {index}")
-        if index in self.hangs:
-            time.sleep(1000)
-        if index in self.freezes:  # as code that ignores signals
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-            time.sleep(1000)
         if index in self.nan:
             inputs = inputs.clone()
             inputs[2] = float("nan")
@@ -61,13 +52,6 @@ class Broken(Dataset[Any]):
         if index in self.matrix:
             return inputs.reshape(2, 3), target
         return (inputs.reshape(1, 2, 3) if self.image else inputs), target
-
-
-class InBulk(Broken):
-    """The same, read several at once."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
 
 
 class Named(Broken):
