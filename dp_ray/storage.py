@@ -417,7 +417,7 @@ class UnfinishedFile(_OpenFile):
         """Close the file and give it its name, in place of any file that has it; `name` is for `unnamed` ones."""
         self.name = name or self.name
         self._problem = f"cannot write {self.name}"
-        self.storage.before_commit()
+        self.storage.before_commit()  # before the close, which by itself names the file on an atomic store
         with self._named():
             self._stream.close()
             if not self.storage.is_atomic:

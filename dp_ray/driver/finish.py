@@ -16,9 +16,8 @@ from dp_ray.outputs.files import outputs_sha256, prove_outputs
 from dp_ray.plan.split import Split
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.text import measured
-from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
-from dp_ray.rundir.files import BEFORE_RETRY, FACTS
+from dp_ray.rundir.files import BEFORE_RETRY, CHECKPOINTS, FACTS, steps_of
 from dp_ray.rundir.history import HISTORY, RECENT, best_of, is_of_many, merge_history, summary
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.ledger import FILES, LEDGER, OUTPUTS, PARTS
@@ -33,11 +32,11 @@ from dp_ray.rundir.quarantine import (
 )
 from dp_ray.rundir.start import LINKS, first_step
 from dp_ray.rundir.unfinished import kept_steps
-from dp_ray.rundir.weights import EMA, weights_path, weights_sha256
+from dp_ray.rundir.weights import EMA, open_weights, weights_path
 from dp_ray.storage import Storage
 from dp_ray.telemetry import times as step_times
 from dp_ray.telemetry.utilization import utilization
-from dp_ray.tensors.files import sha256_of
+from dp_ray.tensors.files import TensorFile, sha256_of
 from dp_ray.text import counted, hide, percent, relative
 
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
@@ -97,7 +96,7 @@ def result_of(
         outputs_path=str(storage.child(OUTPUTS)) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=weights_path(storage) if trained else None,
-        weights_sha256=weights_sha256(storage) if trained else None,
+        weights_sha256=sha256_of(open_weights(storage)) if trained else None,
         **(_training_values(job, storage, monitor) if trained else {}),
         error=None if error is None else hide(f"{type(error).__name__}: {error}"),
         failure=None if error is None else where_raised(error),
@@ -112,7 +111,9 @@ def _training_values(job: Job, storage: Storage, monitor: Monitor | None) -> dic
     early = monitor.stopped_early if monitor else None
     ema = None
     if job.ema:
-        ema = {"decay": job.ema.decay, "weights": str(storage.child(EMA)), "sha256": sha256_of(storage, EMA)}
+        average = TensorFile(storage, EMA, storage.read_bytes(EMA))
+        sha256 = sha256_of(average.tensors())
+        ema = {"decay": job.ema.decay, "weights": str(storage.child(EMA)), "sha256": sha256}
     return {"best": with_best_weights(best, storage), "ema": ema, "stopped_early": early and early.to_json()}
 
 

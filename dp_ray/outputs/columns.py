@@ -41,12 +41,8 @@ from dp_ray.tensors.tree import (
 
 SINGLE = {"none": pa.null(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
 KINDS = {**SINGLE, **{f"list of {name}": pa.list_(kind) for name, kind in SINGLE.items()}}
-VALUES = {
-    "text": "text",
-    "Python bool": "bool",
-    "Python int": "int",
-    "Python float": "float",
-}  # dtypes; kinds of these
+# The dtypes of plain values, with their kinds. bool stands before int, of which Python's truth values are too.
+VALUES = {"text": "text", "Python bool": "bool", "Python int": "int", "Python float": "float"}
 PYTHON = {"text": str, "bool": bool, "int": int, "float": float}
 METADATA = b"dp_ray"
 SAMPLE_INDEX = "sample_index"
@@ -409,20 +405,19 @@ def carried_arrays(
 
     Raises DataError, which names samples, if the values of a key are of several kinds.
     """
-    return {key: _array(key, values, indices) for key, values in carried.items()}
-
-
-def _array(key: str, values: Sequence[Any], indices: "np.ndarray[Any, np.dtype[np.int64]]") -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        first: dict[str, int] = {}
-        for index, value in zip(indices.tolist(), values, strict=True):
-            first.setdefault(type(value).__qualname__, index)
-        first.pop("NoneType", None)
-        kinds = ", ".join(f"{kind} in sample {index}" for kind, index in first.items())
-        why = f"they are of several kinds ({kinds})" if len(first) > 1 else f"{kinds}: {error}"
-        raise DataError(f"outputs.carry: the values of {key!r} cannot be one column: {why}") from error
+    arrays = {}
+    for key, values in carried.items():
+        try:
+            arrays[key] = pa.array(values)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+            first: dict[str, int] = {}
+            for index, value in zip(indices.tolist(), values, strict=True):
+                first.setdefault(type(value).__qualname__, index)
+            first.pop("NoneType", None)
+            kinds = ", ".join(f"{kind} in sample {index}" for kind, index in first.items())
+            why = f"they are of several kinds ({kinds})" if len(first) > 1 else f"{kinds}: {error}"
+            raise DataError(f"outputs.carry: the values of {key!r} cannot be one column: {why}") from error
+    return arrays
 
 
 def to_arrow(column: CarriedColumn | Column, pieces: Sequence[Any]) -> pa.Array:

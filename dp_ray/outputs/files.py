@@ -25,7 +25,7 @@ from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, Layout, bytes_of_value, from_arrow, raw_bytes
 from dp_ray.outputs.parts import POSITION, RUN_AGAIN, PartReader, RowsInOrder, discard
 from dp_ray.plan.order import EpochOrder
-from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
+from dp_ray.plan.split import Done, FilePlan, Range, Shard, Split
 from dp_ray.records import Record, damage_told
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, OUTPUTS, PART_NAME, PARTS, Ledger, check_newest, fenced, range_of, record_name
@@ -113,7 +113,7 @@ class FileMerge:
         self._missing: Collection[int] = ()
         self._seen: set[str] = set()  # all names in the folder of the parts
         self._names: list[str] = []
-        self._done = Frontier(self._steps.start)
+        self._done = Done()
         self.through = self._steps.start  # the first step that is not merged yet
         self._open: OpenFile | None = None
 
@@ -124,7 +124,7 @@ class FileMerge:
         """
         names = self._parts.names()
         counting = self._outputs.ledger.counting(name for name in names if name not in self._seen)
-        self._seen.update(names)
+        self._seen.update(names)  # of a thousand steps the folder may hold each part: none is looked at twice
         new = [name for name in counting if _range(name).first_step in self._steps]
         self._names += new
         for name in new:
@@ -145,7 +145,7 @@ class FileMerge:
 
     def refuse(self) -> None:
         """Raise StorageError for a file whose parts are not all there, though no worker will write any more."""
-        lost = next(shard for shard in self._shards() if shard not in self._done and not self._is_missing(shard))
+        lost = next(shard for shard in self._shards() if not self._is_there(shard))
         raise StorageError(f"the outputs of position {lost.start} is missing; {RUN_AGAIN}")
 
     def close(self) -> None:
@@ -159,14 +159,8 @@ class FileMerge:
         return self._outputs.split.worker(1, 0, self.through)
 
     def _is_there(self, shard: Shard) -> bool:
-        """Return whether a shard's rows are in a part, or will not come."""
-        if shard not in self._done and self._is_missing(shard):
-            self._done.skip(shard)
-        return shard in self._done
-
-    def _is_missing(self, shard: Shard) -> bool:
-        """Return whether no row of a shard will come, since all its samples were set aside."""
-        return bool(self._missing) and all(at in self._missing for at in range(shard.start, shard.stop))
+        """Return whether a shard's rows are in a part, or none will come, since all its samples were set aside."""
+        return shard in self._done or all(at in self._missing for at in range(shard.start, shard.stop))
 
     def _join(self, names: list[str]) -> None:
         """Add parts to the open file; if its layout cannot hold their rows, write it again in one that can."""

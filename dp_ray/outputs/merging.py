@@ -189,7 +189,10 @@ class Merger:
             before = merge.through
             self._reach(before)
             # Asked before the parts are looked for: after all workers have ended, no part is committed any more.
-            have_all_ended = self._has_ended.is_set() and (not self._has_peers or self._have_peers_ended())
+            have_all_ended = self._has_ended.is_set()
+            if have_all_ended and self._has_peers:
+                names = self._outputs.ledger.found(self._outputs.run.child(ledger.FILES))
+                have_all_ended = ledger.num_ended(names) == self._world.world_size
             if self._steps > merge.first_step or self._has_ended.is_set():
                 if merge.advance():
                     return
@@ -202,10 +205,6 @@ class Merger:
                 self._looks.begin()  # at once: parts may have come while these were merged
             else:
                 self._pause()
-
-    def _have_peers_ended(self) -> bool:
-        names = self._outputs.ledger.found(self._outputs.run.child(ledger.FILES))
-        return ledger.num_ended(names) == self._world.world_size
 
     def _reach(self, through: float) -> None:
         """Note how far the merging is, and wake the loop if it waits for that."""

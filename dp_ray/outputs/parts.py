@@ -213,6 +213,7 @@ class PartWriter:
             self._write_group()
         self._wait()
         if self._file is not None:
+            # What is told of these steps is kept first: once the part has its name, they never run again.
             self.before_commit()
             shards = self.parts.shards
             done = Range(self._first_step, self._end_step, shards.start, shards.stop)

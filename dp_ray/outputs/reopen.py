@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from dp_ray.outputs.columns import Layout
 from dp_ray.outputs.files import FileRecord, read_records
 from dp_ray.outputs.parts import POSITION, part_schema
-from dp_ray.plan.split import Range, Shard, Split
+from dp_ray.plan.split import Range, Split
 from dp_ray.rundir import ledger
 from dp_ray.rundir.files import BEFORE_RETRY, RESULT
 from dp_ray.rundir.ledger import LEDGER_JSON, PARTS, Ledger
@@ -81,24 +81,14 @@ def _positioned(file: pq.ParquetFile, layout: Layout, positions: np.ndarray) -> 
 
 
 def part_plans(split: Split, steps: range, missing: list[int]) -> Iterator[PartPlan]:
-    """Yield the steps without missing positions, in ranges, and of the others the shards without them, in runs."""
+    """Yield the steps without missing positions, in ranges, and of each other one the shards without them."""
     bad = {position // split.batch_size for position in missing}
     begun = steps.start
     for step in [*sorted(bad), steps.stop]:
         if begun < step:
             start, stop = split.batch(begun)[0], split.batch(step - 1)[1]
             yield PartPlan(Range(begun, step, 0, split.shards), start, stop)
-        if step in bad:
-            yield from _runs(split, step, missing)
+        for shard in split.worker(1, 0, step) if step in bad else ():
+            if not any(shard.start <= position < shard.stop for position in missing):
+                yield PartPlan(Range(step, step + 1, shard.shard, shard.shard + 1), shard.start, shard.stop)
         begun = step + 1
-
-
-def _runs(split: Split, step: int, missing: list[int]) -> Iterator[PartPlan]:
-    """Yield the shards of a step without missing positions, those beside each other together."""
-    run: list[Shard] = []
-    for shard in [*split.worker(1, 0, step), None]:
-        if shard is not None and not any(shard.start <= position < shard.stop for position in missing):
-            run.append(shard)
-        elif run:
-            yield PartPlan(Range(step, step + 1, run[0].shard, run[-1].shard + 1), run[0].start, run[-1].stop)
-            run = []

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,33 +88,16 @@ class Sums:
 
 
 @dataclass(eq=False)
-class Packing:
-    """The windows of `length` tokens into which rows of these lengths are packed; rows of no tokens are in none."""
+class _Windows:
+    """Windows of `length` tokens into which rows of these lengths are packed; rows of no tokens are in none."""
 
     lengths: Lengths
     length: int
 
     def __post_init__(self) -> None:
-        self.tokens, self.longest = 0, 0
-        for first in range(0, len(self.lengths), SUMMED_AT_ONCE):
-            some = self.lengths[first : first + SUMMED_AT_ONCE]
-            self.tokens += int(some.sum(dtype=np.int64))
-            self.longest = max(self.longest, int(some.max()))
+        self.tokens = int(self.lengths.sum(dtype=np.int64))
 
     def __len__(self) -> int:
-        raise NotImplementedError
-
-    def parts(self, window: int) -> list[RowPart]:
-        """Return the parts of a window, in the order of their rows."""
-        raise NotImplementedError
-
-    def rows_between(self, first: int, stop: int) -> tuple[int, int]:
-        """Return a range of rows, `first, stop`, that holds those of the windows first .. stop - 1."""
-        raise NotImplementedError
-
-    @property
-    def block_windows(self) -> Ints:
-        """How many windows lie, or for `Cut` begin, in each block of rows: int64 [blocks]."""
         raise NotImplementedError
 
     @property
@@ -124,7 +107,7 @@ class Packing:
 
 
 @dataclass(eq=False)
-class Cut(Packing):
+class Cut(_Windows):
     """All rows as one stream, cut anywhere: the last window alone may be short."""
 
     def __post_init__(self) -> None:
@@ -163,7 +146,7 @@ class Cut(Packing):
 
 
 @dataclass(eq=False)
-class Whole(Packing):
+class Whole(_Windows):
     """Whole rows, joined within blocks of consecutive rows: each goes where the least place is left, longest first.
 
     No two windows of a block would fit into one. `counts` are the windows of each block, if they are known. Raises
@@ -175,15 +158,13 @@ class Whole(Packing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.longest > self.length:
-            row = int(np.argmax(np.asarray(self.lengths) > self.length))
+        if self.lengths.max(initial=0) > self.length:
+            row = int(np.argmax(self.lengths > self.length))
             raise TooLongRow(row, int(self.lengths[row]))
         if self.counts is None:
             blocks = range(0, len(self.lengths), ROWS_AT_ONCE)
             self.counts = np.array([len(self._pack(first)[1]) - 1 for first in blocks], np.int64)
-        self._starts = np.concatenate(
-            [np.zeros(1, np.int64), np.cumsum(self.counts)]
-        )  # the first window of each block
+        self._starts = np.append(0, np.cumsum(self.counts))  # the first window of each block
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_packed": OrderedDict()}
@@ -224,6 +205,9 @@ class Whole(Packing):
         return np.array([row for rows in windows for row in rows], np.int64), ends
 
 
+Packing: TypeAlias = Cut | Whole
+
+
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Return windows of rows whose sizes fit together into `length`; each has its rows in order.
 
@@ -238,7 +222,7 @@ def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     with_space: dict[int, list[int]] = {}  # the windows with each space
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
         size = sizes[row]
-        if not size:
+        if not size:  # nor have those after it: the longest come first
             break
         at = bisect_left(spaces, size)
         if at == len(spaces):

@@ -4,11 +4,11 @@ Pure arithmetic, without tensors: every answer is O(1) in the number of rows. He
 each worker, the cut of a job's steps into files, and the cut of a sequence of blocks into parts.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 
@@ -171,6 +171,7 @@ class Split:
         """Return the non-empty shards of `step` that worker `rank` of `world_size` runs, in shard order."""
         epoch, number = divmod(step, self.steps)
         first = number * self.batch_size
+        # By the remembered pieces, not by `shard` for each: it is asked in every step.
         pieces = worker_pieces(min(self.rows - first, self.batch_size), self.shards, world_size, rank)
         return [Shard(step, shard, first + start, first + stop, epoch) for shard, start, stop in pieces]
 
@@ -200,61 +201,35 @@ class Range(NamedTuple):
 
 
 class Done:
-    """The finished ranges; `shard in done` asks for one shard."""
+    """The finished ranges, of which more may come in any order; `shard in done` asks for one shard."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
-        self._steps: dict[int, list[tuple[int, int]]] = {}
-        for done in sorted(ranges):
-            for shard in range(done.first_shard, done.end_shard):
-                spans = self._steps.setdefault(shard, [])
-                first, end = done.first_step, done.end_step
-                if spans and first <= spans[-1][1]:  # a later attempt's part may cover steps of earlier ones
-                    first, end = spans[-1][0], max(end, spans.pop()[1])
-                spans.append((first, end))
+        self._steps: dict[int, list[tuple[int, int]]] = {}  # by shard: spans of steps in order, with gaps between
+        for done in ranges:
+            self.add(done)
+
+    def add(self, done: Range) -> None:
+        """Add steps of shards that are done; a later attempt's part may cover steps of earlier ones."""
+        for shard in range(done.first_shard, done.end_shard):
+            spans, first, end = self._steps.setdefault(shard, []), done.first_step, done.end_step
+            at = bisect_left(spans, first, key=itemgetter(1))  # the first span that ends there or later
+            after = bisect_right(spans, end, key=itemgetter(0))  # the first one that begins behind the new one
+            if at < after:
+                first, end = min(first, spans[at][0]), max(end, spans[after - 1][1])
+            spans[at:after] = [(first, end)]
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
     def __contains__(self, piece: Shard) -> bool:
-        spans = self._steps.get(piece.shard)
-        if not spans:
-            return False
-        # The last span that begins at or before the step.
-        before = bisect_right(spans, (piece.step, float("inf"))) - 1
-        return before >= 0 and piece.step < spans[before][1]
+        spans = self._steps.get(piece.shard, [])
+        at = bisect_right(spans, piece.step, key=itemgetter(1))  # the first span that ends behind the step
+        return at < len(spans) and spans[at][0] <= piece.step
 
     def through(self, shards: Iterable[int]) -> int:
         """Return how many steps, from step 0 on without a gap, are done in all of these shards."""
         firsts = [self._steps.get(shard, [(0, 0)])[0] for shard in shards]
         return min((end if first == 0 else 0 for first, end in firsts), default=0)
-
-
-@dataclass(eq=False)
-class Frontier:
-    """The steps that each shard has done from step `start` on, without a gap; ranges may be added in any order."""
-
-    start: int
-    _reached: dict[int, int] = field(default_factory=dict, init=False)  # the first step that is not done, by shard
-    _later: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)  # heaps of spans behind a gap
-
-    def add(self, done: Range) -> None:
-        """Add steps of shards that are done."""
-        for shard in range(done.first_shard, done.end_shard):
-            heappush(self._later.setdefault(shard, []), (done.first_step, done.end_step))
-            self._reach(shard, self.start)
-
-    def skip(self, piece: Shard) -> None:
-        """Count a shard as done up to this step: no outputs of it will come."""
-        self._reach(piece.shard, piece.step + 1)
-
-    def __contains__(self, piece: Shard) -> bool:
-        return self._reached.get(piece.shard, self.start) > piece.step
-
-    def _reach(self, shard: int, step: int) -> None:
-        reached, later = max(step, self._reached.get(shard, self.start)), self._later.get(shard, [])
-        while later and later[0][0] <= reached:
-            reached = max(reached, heappop(later)[1])
-        self._reached[shard] = reached
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ def transfers(owners: Mapping[int, int], node: Node) -> list[Transfer]:
         return []
     left, right = halves(node)
     before = transfers(owners, left) + transfers(owners, right)
+    # A half without rows has no owner and adds nothing. A half's sum is on the owner of its first leaf with rows.
     first_of = [next((owners[leaf] for leaf in range(*half) if leaf in owners), None) for half in (left, right)]
     receiver, sender = first_of
     if receiver is None or sender is None or receiver == sender:

@@ -34,7 +34,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Shard
 from dp_ray.results.replayed import ReplayedPass, ReplayedRow, ReplayedShard
-from dp_ray.tensors.scatter import has_rows, scatter
+from dp_ray.tensors.scatter import cut, has_rows, num_rows
 from dp_ray.tensors.tree import flatten
 
 
@@ -241,13 +241,12 @@ def row_losses(job: Job, step_output: StepOutput, rows: int, device: torch.devic
     losses = []
     try:
         with preserved(device), autocast(job.precision, device):
-            pieces = scatter(seen, rows, job.batch_dim)
-            if len(pieces) != rows:
-                raise ModelError(f"the outputs have {len(pieces)} rows, and the shard has {rows}")
+            if (got := num_rows(seen, job.batch_dim)) not in (None, rows):
+                raise ModelError(f"the outputs have {got} rows, and the shard has {rows}")
             beside = modules_in("", compare)
-            for piece in pieces:
+            for row in range(rows):
                 with on_copies(beside):  # no row changes a state that the loss has
-                    losses.append(_of_one_row(compare(*piece)))
+                    losses.append(_of_one_row(compare(*cut(seen, row, row + 1, job.batch_dim))))
     except Exception as error:  # a user's loss may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
     return RowLosses(losses, OF_OUTPUTS)

@@ -3,6 +3,7 @@
 `Result` is what `dp_ray.run` returns and `load` reads. The rest formats one as text, for `dp-ray report`.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -22,7 +23,7 @@ from dp_ray.results.text import Table, measured
 from dp_ray.rundir.content import check_fetched
 from dp_ray.rundir.files import RESULT, RESULT_JSON, RUN, SHAPES, or_elsewhere, runs_there
 from dp_ray.rundir.history import read_history
-from dp_ray.rundir.incidents import read_interruption
+from dp_ray.rundir.incidents import INCIDENTS_JSON
 from dp_ray.rundir.ledger import OUTPUTS
 from dp_ray.rundir.quarantine import merged_positions
 from dp_ray.rundir.unfinished import unfinished
@@ -313,7 +314,7 @@ def as_text(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _as_text(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
-        return "; ".join(str(read_interruption(interruption)) for interruption in value)
+        return "; ".join(map(str, INCIDENTS_JSON.parse(json.dumps({"interruptions": value})).interruptions))
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "; ".join(f"rank {worker['rank']} {worker['node']} {worker.get('device', '-')}" for worker in value)
     return "-" if value in (None, [], {}) else str(value)

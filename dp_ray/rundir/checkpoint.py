@@ -25,9 +25,7 @@ import torch.distributed as dist
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.world import World, broadcast, broadcast_bytes, gathered, has_peers, is_rank_0, new_group
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.rundir.files import CHECKPOINTS as CHECKPOINTS
-from dp_ray.rundir.files import NAME as NAME
-from dp_ray.rundir.files import steps_of as steps_of
+from dp_ray.rundir.files import steps_of
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import (
@@ -252,6 +250,7 @@ class CheckpointWriter:
         if self._commits is not None:
             mine = {key: self._staged[key] for key in self._shapes}
             checksum = write_tensors(self._checkpoints.child(PIECES), piece_name(step, rank, size), mine)
+            # It waits for all pieces, so the file that names them comes last: a kill before leaves pieces alone.
             checksums: list[Any] = [None] * size  # by rank
             dist.all_gather_object(checksums, checksum, group=self._commits)
             pieces = {"step": step, "sha256": checksums, "shapes": self._shapes}

@@ -1,7 +1,6 @@
 """The interruptions of a run, kept in its directory while it runs, so that the next driver knows them too."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -62,7 +61,7 @@ class Interruption:
         return f"{self.kind}: {self.what}{where}{when}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the interruption as JSON values."""
+        """Return the interruption as JSON values, of which an IncidentLog is read again."""
         values = {**asdict(self), "level": self.level.value}
         if self.level is Level.RESTART:
             del values["level"]  # earlier versions do not know it
@@ -89,13 +88,6 @@ class Interruption:
             return f"the others go on from step {self.resumed_step}{after}, from the newest checkpoint{why}{again}"
         why = f" ({self.why})" if self.why else ""
         return f"resumed from step {self.resumed_step}{after}{why}{again}"
-
-
-def read_interruption(values: Mapping[str, Any]) -> Interruption:
-    """Undo `Interruption.to_json`; raises ValueError, KeyError or TypeError if the values are damaged."""
-    kind, ranks, nodes = IncidentKind(values["kind"]), tuple(values["ranks"]), tuple(values["nodes"])
-    level = Level(values.get("level", Level.RESTART))
-    return Interruption(**{**values, "kind": kind, "ranks": ranks, "nodes": nodes, "level": level})
 
 
 @dataclass(frozen=True)

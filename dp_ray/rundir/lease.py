@@ -65,7 +65,10 @@ def last_alive(run: Storage) -> tuple[bool, datetime | None]:
 
 
 def is_alive(lease: Lease | None, heard: datetime | None) -> bool:
-    """Return whether the driver of a lease, which it wrote at `heard`, seems to be active."""
+    """Return whether the driver of a lease, which it wrote at `heard`, seems to be active.
+
+    On another machine it counts as dead if it has not renewed its lease.
+    """
     if lease is None or heard is None or is_dead(lease.driver):
         return False
     return lease.driver.machine == machine() or datetime.now(UTC) - heard < timedelta(seconds=EXPIRE_SECONDS)
@@ -81,6 +84,7 @@ def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
     if seen is None or is_dead(seen.driver):
         return seen
     is_here = seen.driver.machine == machine()
+    # The clocks of two machines differ, so its time says nothing: it is alive if it renews the lease meanwhile.
     until = time.monotonic() + EXPIRE_SECONDS
     if not is_here:
         say(f"waiting up to {EXPIRE_SECONDS:g} s for the lease of {seen.driver}, which may be alive")
@@ -163,7 +167,7 @@ def stop_run(run_dir: str, waits: bool, say: Callable[[str], None], again: bool 
     """
     run = Storage(run_dir)
     lease = LEASE_JSON.read(run)
-    if lease is None or not _is_heard(run, lease):
+    if lease is None or not is_alive(lease, run.modified(LEASE)):
         raise JobError(f"{run} is not running: {_state(run)}")
     if run.exists(SWEEP) and not run.exists(RUN):
         return _stop_sweep(run, lease, waits, say, again)
@@ -189,7 +193,7 @@ def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], 
         trials = SWEEP_JSON.read(sweep).trials
         for run in (sweep.parent.child(trial.run) for trial in trials if trial.state == "running"):
             now = LEASE_JSON.read(run)
-            if now is not None and now.token not in asked and _is_heard(run, now):
+            if now is not None and now.token not in asked and is_alive(now, run.modified(LEASE)):
                 leave_request(run, now.token, again)
                 say(f"asked {now.driver} to stop {run} after its current step")
                 asked.add(now.token)
@@ -207,11 +211,6 @@ def _is_held(run: Storage, lease: Lease) -> bool:
     if not is_alive(now, heard):
         raise Error(f"{lease.driver} has ended without a word, {_state(run)}")
     return True
-
-
-def _is_heard(run: Storage, lease: Lease) -> bool:
-    """Return whether the driver is alive; on another machine it counts as dead if it has not renewed its lease."""
-    return is_alive(lease, run.modified(LEASE))
 
 
 def _state(run: Storage) -> str:

@@ -60,8 +60,9 @@ class ListedRun:
         return {**asdict(self), "metrics": finite}
 
     def value(self, key: str) -> Any:
-        """Return the value by which the list is sorted: a column's or a metric's; None if the run has none."""
-        return getattr(self, key) if key in SORTABLE else self.metrics.get(key)
+        """Return the value by which the list is sorted, a column's or a metric's; None if there is none, or NaN."""
+        value = getattr(self, key) if key in SORTABLE else self.metrics.get(key)
+        return None if value != value else value
 
 
 def listed_runs(base: Storage, now: datetime | None = None) -> list[ListedRun]:
@@ -81,14 +82,9 @@ def sorted_by(rows: Sequence[ListedRun], key: str, is_reversed: bool = False) ->
     known = [*SORTABLE, *dict.fromkeys(name for row in rows for name in row.metrics)]
     if key not in known:
         raise JobError(f"--sort: no run has {key!r}; it may be {', '.join(known)}{did_you_mean(key, known)}")
-    valued = sorted((row for row in rows if _has(row, key)), key=lambda row: row.value(key), reverse=is_reversed)
-    return [*valued, *(row for row in rows if not _has(row, key))]
-
-
-def _has(row: ListedRun, key: str) -> bool:
-    """Return whether a row has a value that can be ordered: not None, not NaN."""
-    value = row.value(key)
-    return value is not None and value == value
+    valued = [row for row in rows if row.value(key) is not None]
+    others = [row for row in rows if row.value(key) is None]
+    return [*sorted(valued, key=lambda row: row.value(key), reverse=is_reversed), *others]
 
 
 def _folders(base: Storage) -> list[str]:

@@ -71,7 +71,7 @@ class QuarantineFiles:
 
     def keep(self, shard: Shard, bad: Mapping[int, BadSample]) -> None:
         """Write a shard's bad samples, by position; raises QuarantineFull if the run has more than the limit."""
-        if self.attempt is not None:
+        if self.attempt is not None:  # a superseded worker must not count a sample that the newer attempt can read
             check_newest(self.run, self.attempt)
         place = f"{shard.step}-{shard.shard}" if self.after is None else f"{self.after}-{shard.step}.{shard.shard}"
         name = f"{self.dataset}-{place}.json"
@@ -142,11 +142,9 @@ def forget_unkept(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
     folder = run.child(QUARANTINE)
     folder.create()
     folder.remove_unfinished()
-    for name in record_files(folder):
-        match = FILE.fullmatch(name)
-        assert match is not None
+    for match in filter(None, map(FILE.fullmatch, folder.names())):
         if not is_kept(int(match[2]), match[3]):
-            folder.delete(name)
+            folder.delete(match[0])
 
 
 def has_set_aside(run: Storage) -> bool:

@@ -20,8 +20,6 @@ from dp_ray.engine.world import World, broadcast, is_rank_0
 from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.records import Record
 from dp_ray.rundir.checkpoint import (
-    CHECKPOINTS,
-    NAME,
     NO_PIECES,
     PIECES,
     Checkpoint,
@@ -29,9 +27,17 @@ from dp_ray.rundir.checkpoint import (
     open_checkpoint,
     piece_names,
     read_by_all,
+)
+from dp_ray.rundir.files import (
+    CHECKPOINTS,
+    NAME,
+    RUN_JSON,
+    is_finished,
+    read_or_advise,
+    replacing,
+    runs_there,
     steps_of,
 )
-from dp_ray.rundir.files import RUN_JSON, is_finished, read_or_advise, replacing, runs_there
 from dp_ray.rundir.weights import BEST, INDEXES, WEIGHTS, files_of, open_index, weights_name
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import TensorFile
@@ -136,12 +142,6 @@ def first_step(run: Storage) -> int:
     return start.step if start else 0
 
 
-def pin_start(run: Storage, location: str, is_strict: bool = True) -> Start:
-    """Return the file with which the run began, the same on every rank; the first attempt's rank 0 pins it."""
-    text = PIN_JSON.text(pinned(run) or _pin(run, location, is_strict)) if is_rank_0() else ""
-    return PIN_JSON.parse(broadcast(text))
-
-
 def read_start(
     run: Storage, location: str, is_strict: bool = True, sharers: World | None = None
 ) -> tuple[dict[str, Any], Checkpoint | None]:
@@ -150,7 +150,9 @@ def read_start(
     Of a model that is sharded among `sharers` the tensors are `Stored`, unless they are of a file of torch's (`.pt`).
     Raises JobError if the pinned file is gone or has changed, and StorageError if it was damaged already.
     """
-    start = pin_start(run, location, is_strict)
+    # The first attempt's rank 0 pins the file: another rank might find a newer one by now.
+    text = PIN_JSON.text(pinned(run) or _pin(run, location, is_strict)) if is_rank_0() else ""
+    start = PIN_JSON.parse(broadcast(text))
     storage, name = file_of(run, location, start)
     where = f"{storage}/{name}"
     data = read_by_all(storage, name) if sharers is None or name.endswith(TORCH_FILES) else None

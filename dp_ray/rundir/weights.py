@@ -1,6 +1,5 @@
 """The weights that a run leaves: one file, or above `LIMIT` several in the layout of Hugging Face, with an index."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,10 +11,10 @@ from dp_ray.engine.average import evaluated_weights, weights_of_average
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.records import Record
-from dp_ray.rundir.checkpoint import CHECKPOINTS, checkpoint_name, open_checkpoint
+from dp_ray.rundir.checkpoint import checkpoint_name, open_checkpoint
+from dp_ray.rundir.files import CHECKPOINTS
 from dp_ray.storage import Storage
-from dp_ray.tensors.files import Stored, TensorFile, read_tensors, sha256_of, write_tensors
-from dp_ray.tensors.flat import as_bytes
+from dp_ray.tensors.files import Stored, TensorFile, write_tensors
 
 WEIGHTS = "weights.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -46,14 +45,15 @@ def write_weights(
         # An earlier end's. It goes after the new file, so that a crash never leaves the run without weights.
         run.delete(INDEX)
         return
-    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
-    checksums = {
-        name: write_tensors(run, name, part, whole=whole, metadata={"format": "pt"})
-        for name, part in zip(names, parts, strict=True)
-    }
-    weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+    checksums: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        checksums[name] = write_tensors(run, name, part, whole=whole, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
     size = sum(tensor.nbytes for tensor in tensors.values())
     metadata = {"total_size": size, "sha256": checksums}
+    # After its files: a crash before it leaves an earlier end's weights, or an earlier index, which refuses them.
     INDEX_JSON.write(run, WeightsIndex(metadata=metadata, weight_map=weight_map))
     run.delete(WEIGHTS)
 
@@ -81,21 +81,16 @@ def weights_path(run: Storage) -> str:
     return str(run.child(weights_name(run) or WEIGHTS))
 
 
+def open_weights(storage: Storage) -> dict[str, Stored]:
+    """Return the tensors of a run's weights, to be read; raises StorageError if a file is missing or damaged."""
+    if storage.exists(WEIGHTS) or not storage.exists(INDEX):
+        return TensorFile(storage, WEIGHTS, storage.read_bytes(WEIGHTS)).tensors()
+    return open_index(storage, INDEX)
+
+
 def read_weights(storage: Storage) -> dict[str, torch.Tensor]:
-    """Return the weights in a run directory; raises StorageError if a file is missing or damaged."""
-    if storage.exists(WEIGHTS) or not storage.exists(INDEX):
-        return read_tensors(storage, WEIGHTS)[0]
-    return {key: stored.whole() for key, stored in open_index(storage, INDEX).items()}
-
-
-def weights_sha256(storage: Storage) -> str:
-    """Return the hash of the tensors' raw bytes, in the order of their names, however many files hold them."""
-    if storage.exists(WEIGHTS) or not storage.exists(INDEX):
-        return sha256_of(storage, WEIGHTS)
-    digest = hashlib.sha256()
-    for _, stored in sorted(open_index(storage, INDEX).items()):
-        digest.update(as_bytes(stored.whole()).numpy().data)
-    return digest.hexdigest()
+    """Return the weights in a run directory; raises what `open_weights` raises."""
+    return {key: stored.whole() for key, stored in open_weights(storage).items()}
 
 
 def files_of(storage: Storage, index: str) -> list[str]:

@@ -34,8 +34,8 @@ from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.samples import describe_order, mixture_of
 from dp_ray.messages import Logged
 from dp_ray.plan.split import Split
-from dp_ray.rundir.checkpoint import CHECKPOINTS, Checkpoint, CheckpointWriter, newest, pack, steps_of
-from dp_ray.rundir.files import replacing
+from dp_ray.rundir.checkpoint import Checkpoint, CheckpointWriter, newest, pack
+from dp_ray.rundir.files import CHECKPOINTS, replacing, steps_of
 from dp_ray.rundir.history import HISTORY, FinishedStep, History, write_piece
 from dp_ray.rundir.ledger import fenced
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start

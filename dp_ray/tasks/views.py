@@ -18,7 +18,8 @@ from dp_ray.engine.world import broadcast, everyone, from_rank, gathered, has_pe
 from dp_ray.errors import ModelError, WorkerError
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.messages import StopRequested
-from dp_ray.rundir.checkpoint import CHECKPOINTS, pack, steps_of, unpack
+from dp_ray.rundir.checkpoint import pack, unpack
+from dp_ray.rundir.files import CHECKPOINTS, steps_of
 from dp_ray.system.threads import waiting
 from dp_ray.tasks.checkpoints import Training
 from dp_ray.tasks.held import Held, most_finished

@@ -120,16 +120,6 @@ def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], 
     return {key: stored.whole() for key, stored in file.tensors().items()}, file.text
 
 
-def sha256_of(storage: Storage, name: str) -> str:
-    """Return the hash of the tensors' raw bytes, in the order of their names; raise what `read_tensors` does."""
-    tensors, _ = read_tensors(storage, name)
-    digest = hashlib.sha256()
-    for key in sorted(tensors):
-        for piece in _pieces(tensors[key]):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True)
 class Stored:
     """A tensor that is somewhere else: its size, and a function that reads rows of it.
@@ -154,6 +144,15 @@ class Stored:
         if not is_sharded(tensor):
             return self.whole()
         return self.rows(*rows_of_rank(self.shape[0], world_size, rank))
+
+
+def sha256_of(tensors: Mapping[str, Stored]) -> str:
+    """Return the hash of the tensors' raw bytes, in the order of their names; one at a time is in memory."""
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        for piece in _pieces(tensors[key].whole()):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def in_memory(tensor: torch.Tensor) -> Stored:

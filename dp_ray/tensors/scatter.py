@@ -1,9 +1,9 @@
 """Cut any nesting of tensors into shards along the batch dimension, and put the shards together again.
 
 >>> batch = {"x": torch.arange(5), "name": "odd"}
->>> scatter(batch, shards=2)
-[{'x': tensor([0, 1, 2]), 'name': 'odd'}, {'x': tensor([3, 4]), 'name': 'odd'}]
->>> gather(scatter(batch, shards=2), rows=[3, 2])
+>>> cut(batch, 3, 5)
+{'x': tensor([3, 4]), 'name': 'odd'}
+>>> gather([cut(batch, 0, 3), cut(batch, 3, 5)], rows=[3, 2])
 {'x': tensor([0, 1, 2, 3, 4]), 'name': 'odd'}
 """
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from dp_ray.errors import DataError, ModelError
-from dp_ray.plan.split import chunk_bounds
 from dp_ray.tensors.tree import (
     Leaf,
     Ragged,
@@ -30,33 +29,18 @@ from dp_ray.tensors.tree import (
 from dp_ray.text import listed
 
 
-def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
-    """Cut a tree into shards: each leaf as torch.chunk(leaf, shards, rows_dim(leaf, dim)) cuts it, into views.
-
-    Returns at most `shards` trees, each with rows; a batch without rows gives one tree. All trees share the same
-    constants, and a tree without leaves is returned `shards` times. Raises DataError if leaves differ in rows.
-    """
-    if shards < 1:
-        raise ValueError(f"shards must be at least 1, got {shards}")
-    rows = num_rows(tree, dim)
-    leaves, spec = flatten(tree)
-    if rows is None:
-        return [unflatten(spec, []) for _ in range(shards)]
-    cuts = [slice(*chunk_bounds(rows, shards, shard)) for shard in range(shards)]
-    cuts = [cut for cut in cuts if cut.start < cut.stop] or cuts[:1]
-    # Indexing works for tensors and arrays. Autograd allows in-place writes to its views, but not to torch.chunk's.
-    at = [(slice(None),) * rows_dim(leaf, dim) for leaf in leaves]
-    return [unflatten(spec, [leaf[(*to, cut)] for leaf, to in zip(leaves, at, strict=True)]) for cut in cuts]
-
-
 def cut(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
-    """Return rows `start .. stop - 1` of a tree, as views; dimension `dim` holds the rows."""
+    """Return rows `start .. stop - 1` of a tree, as views; dimension `dim` holds the rows.
+
+    All pieces of a tree share its constants. That its leaves have the same rows is for `num_rows` to check.
+    """
     leaves, spec = flatten(tree)
+    # Indexing works for tensors and arrays. Autograd allows in-place writes to its views, but not to torch.chunk's.
     return unflatten(spec, [leaf[(*(slice(None),) * rows_dim(leaf, dim), slice(start, stop))] for leaf in leaves])
 
 
 def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0) -> Any:
-    """Concatenate the shards' trees along their rows, in order: the inverse of `scatter`.
+    """Concatenate the shards' trees along their rows, in order: the inverse of `cut`.
 
     If `rows` is given, each shard must have that many. Scalars become a vector only if `rows` is 1 for every shard.
     A single tree keeps its own tensors. Raises ModelError if the shards differ in anything but rows.

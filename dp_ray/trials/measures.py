@@ -20,7 +20,7 @@ from dp_ray.engine.random import preserved
 from dp_ray.engine.step import Compare, weighted_sum
 from dp_ray.engine.user_code import describe_compared
 from dp_ray.errors import ModelError
-from dp_ray.tensors.scatter import cut, gather, may_have_lists_of_rows, num_rows, rows_dim, scatter
+from dp_ray.tensors.scatter import cut, gather, may_have_lists_of_rows, num_rows, rows_dim
 from dp_ray.tensors.tree import copied, flatten
 
 Seen = tuple[Any, Any]  # outputs and target of some rows
@@ -43,7 +43,8 @@ def check_numbers(what: str, function: Compare, seen: Seen, rows: int, batch_dim
             if not _may_not_be_of_rows(value, rows, seen, batch_dim):
                 return
             trial = copy.deepcopy(function)  # it may keep a state
-            row = copied(scatter(seen, num_rows(seen, batch_dim) or 1, batch_dim)[0])
+            num_rows(seen, batch_dim)  # raises if outputs and targets differ in rows: then nothing is told
+            row = copied(cut(seen, 0, 1, batch_dim))
             of_two = trial(*gather([row, row], [1, 1], batch_dim))
             of_one = trial(*row)
     except Exception:  # it may need more rows, or other outputs and targets than one tensor row each
@@ -186,7 +187,7 @@ def _apart(metric: Any, seen: Seen, batch_dim: int) -> str | None:
     with preserved(*devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole = _updated(metric, [seen], devices[0])
-        single = _updated(metric, scatter(seen, rows, batch_dim), devices[0])
+        single = _updated(metric, [cut(seen, row, row + 1, batch_dim) for row in range(rows)], devices[0])
         if whole is None or single is None:
             return None
         states, others = _state(whole), _state(single)

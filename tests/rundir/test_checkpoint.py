@@ -24,9 +24,9 @@ from dp_ray.rundir.checkpoint import (
     newest,
     open_checkpoint,
     pack,
-    steps_of,
     unpack,
 )
+from dp_ray.rundir.files import steps_of
 from dp_ray.rundir.start import read_start
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import write_tensors

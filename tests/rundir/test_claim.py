@@ -12,8 +12,8 @@ import dp_ray
 from dp_ray.errors import JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job.job import Job
 from dp_ray.rundir import files
-from dp_ray.rundir.checkpoint import CHECKPOINTS
 from dp_ray.rundir.claim import Replace, Wanted, check_claim, check_shared
+from dp_ray.rundir.files import CHECKPOINTS
 from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.rundir.ledger import OUTPUTS, PARTS
 from dp_ray.rundir.replaced import ReplacedRun

@@ -1,8 +1,9 @@
 """What an interruption has cost is told by its level, and why it was not the one before."""
 
+import json
 from dataclasses import replace
 
-from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption, Level, read_interruption
+from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption, Level
 
 
 def lost(step: int, rank: int, level: Level = Level.MEMORY) -> Interruption:
@@ -17,7 +18,7 @@ def test_survivors_that_read_a_checkpoint_say_so_and_why() -> None:
         "the others go on from step 5 after 0.4 s, from the newest checkpoint (strategy: fsdp), 2 steps again"
     )
     assert told.to_json()["level"] == "checkpoint" and told.to_json()["why"] == "strategy: fsdp"
-    assert read_interruption(told.to_json()) == told
+    assert INCIDENTS_JSON.parse(json.dumps({"interruptions": [told.to_json()]})).interruptions == (told,)
 
 
 def test_from_memory_nothing_is_to_be_explained() -> None:

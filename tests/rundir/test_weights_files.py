@@ -10,8 +10,9 @@ import torch
 from dp_ray.errors import StorageError
 from dp_ray.messages import StepControl
 from dp_ray.rundir import weights
-from dp_ray.rundir.weights import INDEX, read_weights, tensors_of_files, weights_path, weights_sha256, write_weights
+from dp_ray.rundir.weights import INDEX, open_weights, read_weights, tensors_of_files, weights_path, write_weights
 from dp_ray.storage import Storage
+from dp_ray.tensors.files import sha256_of
 from tests.support.group import run_group
 from tests.support.trainings import job_of
 
@@ -44,9 +45,9 @@ def test_several_files_are_the_same_weights_and_the_same_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single = written(tmp_path, monkeypatch, SIZES, 10**9)
-    before = weights_sha256(single), weights_path(single)
+    before = sha256_of(open_weights(single)), weights_path(single)
     several = written(tmp_path, monkeypatch, SIZES, 20)
-    assert weights_sha256(several) == before[0]
+    assert sha256_of(open_weights(several)) == before[0]
     assert before[1].endswith("weights.safetensors")
     assert weights_path(several).endswith(INDEX)
     assert not (tmp_path / "weights.safetensors").exists()

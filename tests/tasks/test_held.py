@@ -20,7 +20,8 @@ from dp_ray.engine.world import World
 from dp_ray.errors import WorkerError
 from dp_ray.job.job import Job
 from dp_ray.messages import StepControl, StopRequested
-from dp_ray.rundir.checkpoint import CheckpointWriter, steps_of
+from dp_ray.rundir.checkpoint import CheckpointWriter
+from dp_ray.rundir.files import steps_of
 from dp_ray.rundir.history import HISTORY, FinishedStep, end_of_pieces, forget_from, write_piece
 from dp_ray.storage import Storage
 from dp_ray.tasks import checkpoints, evaluate, held, setup, train, views

@@ -46,7 +46,7 @@ def test_what_is_written_is_read_here_and_by_the_library(
             assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
             assert raw(found[name]) == raw(tensor)
     expected = hashlib.sha256(b"".join(raw(tensors[name]) for name in sorted(tensors)))
-    assert sha256_of(storage, "file") == expected.hexdigest()
+    assert sha256_of(TensorFile(storage, "file").tensors()) == expected.hexdigest()
 
 
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:

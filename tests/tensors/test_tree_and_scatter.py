@@ -1,4 +1,4 @@
-"""scatter and gather against torch.chunk, torch.cat and nn.DataParallel's own scatter_gather."""
+"""cut and gather against torch.chunk, torch.cat and nn.DataParallel's own scatter_gather."""
 
 import dataclasses
 import doctest
@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from torch.nn.parallel import scatter_gather
 
 from dp_ray.errors import DataError, Error, ModelError
+from dp_ray.plan.split import chunk_bounds, num_filled
 from dp_ray.tensors import scatter as scattering
 from dp_ray.tensors import tree
-from dp_ray.tensors.scatter import gather, num_rows, rows_dim, scatter
+from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim
 from dp_ray.tensors.tree import TreeSpec, flatten, map_leaves, sizes, unflatten
 from tests.support import models
 
@@ -73,6 +74,13 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+
+
+def scatter(whole: Any, shards: int, dim: int = 0) -> list[Any]:
+    """The shards of a batch that have rows, cut where the split says; of one without rows, itself."""
+    rows = num_rows(whole, dim)
+    bounds = [chunk_bounds(rows or 0, shards, shard) for shard in range(num_filled(rows or 0, shards))]
+    return [cut(whole, *each, dim) for each in bounds] or [whole] * (1 if rows == 0 else shards)
 
 
 A, B = t(2, 3), t(1, 3)
@@ -290,8 +298,6 @@ def test_rows() -> None:
         num_rows({"x": [A]}, dim=2)
     with pytest.raises(DataError, match=r"size \[\] has no dimension 0"):
         rows_dim(np.array(1), 0)
-    with pytest.raises(ValueError, match="at least 1"):
-        scatter(A, 0)
 
 
 def test_paths_and_sizes() -> None:
@@ -316,7 +322,7 @@ def test_dataclasses_keep_what_is_set_late_or_none() -> None:
 def test_what_cannot_be_rebuilt_is_named() -> None:
     locked: Any = type("Locked", (dict,), {"__init__": lambda self: None})
     with pytest.raises(Error, match="a Locked cannot be made again from what it holds"):
-        scatter(locked(), 2)
+        gather([locked()])
     with pytest.raises(ValueError, match="got 1 leaves for the 2 places"):
         unflatten(flatten((A, A))[1], [A])
 
