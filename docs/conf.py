@@ -4,6 +4,7 @@ What GitHub would show as code is made here, so that no page holds it: the menu 
 blocks that stand one after the other, what autodoc is to show, and targets of links from `<a id="..."></a>`.
 """
 
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -97,12 +98,19 @@ def note_anchors(app: Any, doctree: Any) -> None:
 
 
 def write_beside_the_pages(app: Any, error: Exception | None) -> None:
-    """Write llms.txt, and the page that leads from the site's root to its front page."""
+    """Write llms.txt, and the pages that lead on: from the site's root to its front page, and from old addresses."""
     if error is None:
         out = Path(app.outdir)
         (out / "llms.txt").write_text(menu.llms_txt(INDEX, project, SUMMARY))
-        to_front = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=docs/index.html">'
-        (out / "index.html").write_text(f'{to_front}<a href="docs/index.html">dp_ray</a>\n')
+        moved = {f"docs/{old}": f"docs/{new}" for old, new in menu.MOVED.items()}
+        for old, new in {"index.md": "docs/index.md", **moved}.items():
+            page = (out / old).with_suffix(".html")
+            page.parent.mkdir(parents=True, exist_ok=True)
+            to = posixpath.relpath(new, posixpath.dirname(old)).removesuffix(".md") + ".html"
+            page.write_text(
+                f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={to}">'
+                f'<a href="{to}">{project}</a>\n'
+            )
 
 
 def setup(app: Any) -> None:

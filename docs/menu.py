@@ -7,6 +7,9 @@ from typing import NamedTuple
 _GROUP = re.compile(r"^## (.*)$", re.M)
 _ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.md)\): (.*)$", re.M)
 
+# Pages that have become part of another one, both as paths from docs/: the site leads on from the old addresses.
+MOVED = {"where-time-goes.md": "seeing-a-run.md"}
+
 
 class Entry(NamedTuple):
     """A page of the menu: its title, its path as docs/index.md links to it, its sentence, and the pages below it."""
