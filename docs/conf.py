@@ -1,7 +1,8 @@
 """The site, by Sphinx; `make site` builds it. The pages are those that GitHub shows, where they stand.
 
 What GitHub would show as code is made here, so that no page holds it: the menu and llms.txt (`menu.py`), tabs from
-blocks that stand one after the other, tables of files, what autodoc is to show, and targets of links from `<a id="..."></a>`.
+blocks that stand one after the other, tables of files, what autodoc is to show, and targets of links from
+`<a id="..."></a>`.
 """
 
 import posixpath

@@ -126,6 +126,6 @@ LINKS: dict[str, str] = {
     "activation_checkpointing": "[More](memory.md#activation-checkpointing)",
     "device_map": "[More](devices.md#let-dp_ray-place-them)",
     "trackers": "[Trackers](trackers.md)",
-    "profile": "[A trace](where-time-goes.md#a-trace)",
-    "flops": "[Operations of a row](where-time-goes.md#operations-of-a-row-and-mfu)",
+    "profile": "[A trace](seeing-a-run.md#a-trace)",
+    "flops": "[Operations of a row](seeing-a-run.md#operations-of-a-row-and-mfu)",
 }

@@ -16,6 +16,7 @@ MOVED = {
     "files.md": "data.md",
     "predictions.md": "outputs.md",
     "python.md": "api.md",
+    "where-time-goes.md": "seeing-a-run.md",
 }
 
 

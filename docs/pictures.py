@@ -71,7 +71,7 @@ PICTURES = {
         is_recorded=True,
     ),
     "watch": Picture(
-        "dp-ray watch runs/digits --plain",
+        "dp-ray watch runs/digits",
         100,
         "a run is watched from another terminal",
         beside="dp-ray run jobs/digits.yaml --workers 0 --set max_steps=40",

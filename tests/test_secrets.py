@@ -218,7 +218,7 @@ def test_what_a_run_leaves_behind_holds_none(
         *(["plan", job], ["plan", job, "--json"], ["report", runs_told[0]], ["report", runs_told[1], "--json"]),
         *(
             ["report", runs_told[1]],
-            ["watch", runs_told[1], "--plain"],
+            ["watch", runs_told[1]],
             ["compare", *runs_told, "--html", f"{runs}/c.html"],
         ),
     ):
@@ -226,7 +226,7 @@ def test_what_a_run_leaves_behind_holds_none(
     for bad in (f"workers={SECRETS[0]}", f"batch_size={SECRETS[4]}", f"task={SECRETS[7]}", f"{SECRETS[5]}=1"):
         assert status_of(monkeypatch, "plan", job, "--set", bad) == 2
     assert status_of(monkeypatch, "report", SECRETS[0]) != 0
-    assert status_of(monkeypatch, "watch", "--port", SECRETS[11], "x") == 2
+    assert status_of(monkeypatch, "replay", "--step", SECRETS[11], "x") == 2
     address = ("--address", "http://127.0.0.1:1")
     assert status_of(monkeypatch, "submit", job, "--set", f"dataset.args.secrets=['{SECRETS[5]}']", *address) == 2
     out, errors = capfd.readouterr()
@@ -266,7 +266,7 @@ def test_what_an_earlier_version_has_kept_is_not_shown(
         ["report"],
         ["report", "--json"],
         ["report", "--html", f"{tmp_path}/page.html"],
-        ["watch", "--plain"],
+        ["watch"],
     ):
         assert status_of(monkeypatch, command[0], both[0], *command[1:]) == 0
     assert MARK not in "".join(capfd.readouterr())

@@ -107,12 +107,8 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
 
 @click.command()
 @options.RUN_DIR
-@click.option("--plain", is_flag=True, help="Print the run's console lines, and serve no page.")
-@click.option("--host", default="127.0.0.1", help="The address to serve at; default 127.0.0.1, this machine alone.")
-@click.option("--port", type=int, default=0, help="The port; default: a free one.")
-@click.option("--until-end", is_flag=True, help="End when the run has ended; --plain always does.")
-def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> None:
-    """Watch a run: its page on localhost while it goes on, or its console's lines in the terminal."""
+def watch(run_dir: str) -> None:
+    """Watch a run from another terminal: print the lines of its console until it ends."""
     from dp_ray.records import damage_told
     from dp_ray.rundir.files import RUN, runs_there
     from dp_ray.storage import located
@@ -121,14 +117,9 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
     with suppress(StorageError):  # an object store that does not answer for a moment
         if not run.exists(RUN):
             say(f"{run}: there is no run yet, and it is waited for{runs_there(run)}")
-    if plain:
-        with damage_told(run):
-            for line in watched_lines(run):
-                click.echo(harmless(line))
-        return
-    from dp_ray.report.server import watch_page
-
-    watch_page(run, host, port, until_end, click.echo)  # as it is: `harmless` would hide the token
+    with damage_told(run):
+        for line in watched_lines(run):
+            click.echo(harmless(line))
 
 
 def watched_lines(run: "Storage") -> Iterator[str]:

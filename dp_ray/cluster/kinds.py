@@ -45,12 +45,11 @@ class Serving(Protocol):
 class Workers(Protocol):
     """Workers of one kind.
 
-    `starts_workers` says that the seconds before the first step hold their start. With `is_here` the job's own code
-    runs in this process, which it may fork. Parallel modules share the workers that serve for one of their `owners`:
-    the first one is the kind's own. `most` is how many there are, None if they start when they are asked for.
+    With `is_here` the job's own code runs in this process, which it may fork. Parallel modules share the workers that
+    serve for one of their `owners`: the first one is the kind's own. `most` is how many there are, None if they start
+    when they are asked for.
     """
 
-    starts_workers: ClassVar[bool]
     is_here: ClassVar[bool]
 
     @property

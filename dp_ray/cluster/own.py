@@ -38,7 +38,6 @@ class OwnWorkers:
     Before a run with `shards: auto` goes a job that finds its shards.
     """
 
-    starts_workers: ClassVar[bool] = True
     is_here: ClassVar[bool] = False
     owners: ClassVar[tuple[str]] = (OF_PROCESS,)
     most: ClassVar[None] = None

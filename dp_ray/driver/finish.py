@@ -13,12 +13,13 @@ from dp_ray.messages import WorkerReady
 from dp_ray.monitor.console import Progress
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs.files import outputs_sha256, prove_outputs
+from dp_ray.plan.history import is_of_many
 from dp_ray.plan.split import Split
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.text import measured
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import BEFORE_RETRY, CHECKPOINTS, FACTS, steps_of
-from dp_ray.rundir.history import HISTORY, RECENT, best_of, is_of_many, merge_history, summary
+from dp_ray.rundir.history import HISTORY, RECENT, best_of, merge_history, summary
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.ledger import FILES, LEDGER, OUTPUTS, PARTS
 from dp_ray.rundir.listing import PROGRESS
@@ -55,12 +56,10 @@ def result_of(
     monitor: Monitor | None,
     started: float,
     error: BaseException | None,
-    starts_workers: bool,
 ) -> Result:
     """Build the result of a run from its directory and its monitor; `started` is a time.monotonic().
 
-    `error` is what the run failed with, RunInterrupted if it was stopped, or None if it is done. `starts_workers`
-    says that the seconds before its first step hold the start of its workers.
+    `error` is what the run failed with, RunInterrupted if it was stopped, or None if it is done.
     """
     status = "done" if error is None else "interrupted" if isinstance(error, RunInterrupted) else "failed"
     attempts = monitor.attempts.begun if monitor else []
@@ -70,7 +69,6 @@ def result_of(
     merged = error is None and job.task == "predict"
     trained = error is None and job.task == "train"
     seconds = round(time.monotonic() - started, 3)
-    outside = _outside(started, seconds, monitor.progress) if monitor and error is None else None
     return Result(
         run_dir=str(storage),
         location=storage.location,
@@ -92,7 +90,8 @@ def result_of(
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,
-        **_time_values(job, claimed, outside, starts_workers, monitor),
+        **(_outside(started, seconds, monitor.progress) if monitor and error is None else {}),
+        **_time_values(job, claimed, monitor),
         outputs_path=str(storage.child(OUTPUTS)) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=weights_path(storage) if trained else None,
@@ -130,25 +129,20 @@ def where_raised(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _outside(started: float, seconds: float, progress: Progress) -> step_times.Outside | None:
-    """Return the seconds before a finished run's first step and after its last; None if it had no step to run."""
+def _outside(started: float, seconds: float, progress: Progress) -> dict[str, Any]:
+    """Return the seconds before a finished run's first step and after its last; nothing if it had no step to run."""
     if progress.first_step_at is None or progress.last_step_at is None:
-        return None
+        return {}
     before, after = progress.first_step_at - started, started + seconds - progress.last_step_at
-    return step_times.Outside(seconds, round(before, 3), round(max(0.0, after), 3))
+    return {"seconds_before_steps": round(before, 3), "seconds_after_steps": round(max(0.0, after), 3)}
 
 
-def _time_values(
-    job: Job, claimed: RunDir, outside: step_times.Outside | None, starts_workers: bool, monitor: Monitor | None
-) -> dict[str, Any]:
-    """Return the values of the run's times; none of files that cannot be read, since they only inform."""
+def _time_values(job: Job, claimed: RunDir, monitor: Monitor | None) -> dict[str, Any]:
+    """Return the values of the steps' times; none of files that cannot be read, since they only inform."""
     values: dict[str, Any] = {}
-    if outside is not None:
-        values = {"seconds_before_steps": outside.before, "seconds_after_steps": outside.after}
     with contextlib.suppress(StorageError):
         table = step_times.read_step_times(claimed.storage, NEWEST_TIMES)
-        facts = step_times.facts_of(job.describe(), None if claimed.is_resumed else outside, starts_workers)
-        verdict = step_times.verdict_of(table, facts)
+        verdict = step_times.verdict_of(table, job.describe())
         after_start = step_times.steady(table)
         # The split is of the same steps as the verdict.
         values |= {"time_split": step_times.time_split(after_start), "verdict": verdict and verdict.text}

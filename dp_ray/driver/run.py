@@ -328,7 +328,7 @@ class Execution:
 
     def _result(self, error: BaseException | None = None) -> Result:
         job, split = self.prepared.job, self.prepared.plan.split
-        return result_of(job, split, self.claimed, self.monitor, self.started, error, self.workers.starts_workers)
+        return result_of(job, split, self.claimed, self.monitor, self.started, error)
 
     def _keep_unfinished(self, error: BaseException) -> None:
         self.claimed.check_ours()  # raises if another driver has claimed the run meanwhile: its files must stay

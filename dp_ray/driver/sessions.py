@@ -220,7 +220,6 @@ class SessionWorkers:
     They start anew before the next one if it would find there what it must not.
     """
 
-    starts_workers: ClassVar[bool] = False
     is_here: ClassVar[bool] = False
 
     def __init__(self, keys: WorkerKeys, options: Options, at_a_time: int | None = 1) -> None:

@@ -12,11 +12,11 @@ from dp_ray.driver.several import running
 from dp_ray.errors import ClusterError, ClusterLost, JobError, ModelError, RunInterrupted
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
+from dp_ray.plan.history import CLOCKED, DIGEST, is_inner
 from dp_ray.results.result import Result
 from dp_ray.results.text import in_columns
 from dp_ray.rundir.checkpoint import checkpoint_name, load_checkpoint
 from dp_ray.rundir.files import ABOUT_JSON, CHECKPOINTS
-from dp_ray.rundir.history import CLOCKED, DIGEST, is_inner
 from dp_ray.rundir.numerics import difference, places_of_kinds
 from dp_ray.tensors.tree import flatten
 from dp_ray.text import json_text

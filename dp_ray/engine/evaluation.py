@@ -37,7 +37,8 @@ from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import NamedEval, is_over_batch
 from dp_ray.job.targets import keeps_state
-from dp_ray.plan.mixture import LOSS_OF, Mixture
+from dp_ray.plan.history import LOSS_OF
+from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 

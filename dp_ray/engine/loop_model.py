@@ -30,6 +30,7 @@ from dp_ray.engine.votes import StepSums, Totals
 from dp_ray.engine.whole_batch import BatchLoss, MergedBatch, WholeBatches, detached, merged_batch
 from dp_ray.engine.world import World, all_gather, everyone, has_peers, is_gpu, new_group
 from dp_ray.errors import ModelError, other_calls
+from dp_ray.plan.history import of_further
 from dp_ray.plan.split import Shard, Split, Work, worker_pieces
 from dp_ray.system.threads import note_call, waiting
 from dp_ray.tensors.scatter import cut, num_rows
@@ -155,7 +156,7 @@ class LoopModel(TrainedModel):
         updates = {n: (each.learning_rate, zero) for n, each in enumerate(self.optimizer_step.each)} | step.updated
         numbers = dict(logged)
         for number in range(1, len(updates)):
-            numbers[f"learning_rate_{number}"], numbers[f"gradient_norm_{number}"] = updates[number]
+            numbers |= zip(of_further(number), updates[number], strict=True)
         if not self._has_ended:
             self.measured[1:] = numbers
             self._has_ended = True

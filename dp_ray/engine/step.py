@@ -38,7 +38,8 @@ from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, is_over_batch
 from dp_ray.job.targets import bound, built, resolve
-from dp_ray.plan.mixture import LOSS_OF, Mixture
+from dp_ray.plan.history import LOSS_OF
+from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_sharded, moved_batch

@@ -27,15 +27,11 @@ from dp_ray.job.keys import (
     named_evals,
 )
 from dp_ray.plan.costs import profiled_of
+from dp_ray.plan.history import COLUMNS, is_taken
 from dp_ray.text import counted, hide, hide_in
 
 LONGEST_NAME = 200  # of a run: systems of files have 255, and other files have the run's name and more
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
-# The columns that every history has; each metric adds one of its own name.
-COLUMNS = (
-    *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
-    "epoch_loss",
-)
 # What does in a loop of the user's what these keys do.
 IN_A_LOOP = {
     "loss": "give the function to step.backward(loss, of)",
@@ -110,7 +106,7 @@ class MeasuringKeys(JobKeys):
         for name in self.metrics:
             if not NAME.fullmatch(name) or name == "loss":
                 yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
-            elif self.task == "train" and (name in COLUMNS or name.startswith("eval_")):
+            elif self.task == "train" and is_taken(name):
                 yield f"metrics.{name}: is a column of the history, like {', '.join(COLUMNS)} and eval_...; rename it"
         for evaluation in self.evaluations:
             if lacking := [name for name in evaluation.keys.metrics or () if name not in self.metrics]:

@@ -17,7 +17,8 @@ import numpy as np
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
-from dp_ray.plan.mixture import LOSS_OF, ROWS_OF, Mixture, MixtureOrder
+from dp_ray.plan.history import LOSS_OF, ROWS_OF
+from dp_ray.plan.mixture import Mixture, MixtureOrder
 from dp_ray.plan.order import BlockOrder, Ints, Order, blocks_held
 from dp_ray.plan.split import Shard, Work
 from dp_ray.text import counted

@@ -6,7 +6,7 @@ from typing import Any
 
 from dp_ray.engine.clock import PARTS
 from dp_ray.monitor.console import Progress
-from dp_ray.rundir.history import is_measured
+from dp_ray.plan.history import is_measured
 
 # Ray puts `ray_` before each name. Every gauge has the tag `run`, and those that stand here.
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {

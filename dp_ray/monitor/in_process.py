@@ -34,7 +34,6 @@ ONE_AT_A_TIME = threading.RLock()
 class InProcess:
     """This process as the only worker."""
 
-    starts_workers: ClassVar[bool] = False
     is_here: ClassVar[bool] = True
     owners: ClassVar[tuple[str]] = ("here",)
     most: ClassVar[None] = None

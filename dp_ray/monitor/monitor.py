@@ -24,10 +24,10 @@ from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
 from dp_ray.monitor import attempts
 from dp_ray.monitor.console import Console, Losses, Progress
+from dp_ray.plan.history import is_measured
 from dp_ray.plan.split import Split
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
-from dp_ray.rundir.history import is_measured
 from dp_ray.rundir.incidents import INCIDENTS_JSON, IncidentLog, Level
 from dp_ray.rundir.listing import PROGRESS_JSON
 from dp_ray.storage import Storage

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from dp_ray.plan.order import LIMIT, EpochOrder, Ints, check_number, each_permutation, hashed, stream_of
 
-ROWS_OF, LOSS_OF = "rows_of_", "loss_of_"  # before a source's name, in what a run tells
 _FAST = 2**31  # a node whose rows repeat after fewer is dealt in 64 bits, another in Python's own numbers
 _SOURCES = 2**62 + 2  # the purpose of a random stream: the orders of sources
 

@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from dp_ray.job.keys import NamedEval, measured_by
-from dp_ray.plan.mixture import LOSS_OF, ROWS_OF
-from dp_ray.rundir.history import is_inner
+from dp_ray.plan.history import CLOCKED, COUNTS, LOSS_OF, NORM, RATE, ROWS_OF, is_inner
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.tables import known_numbers, numbers
 
@@ -68,17 +67,16 @@ def thinned(x: Array, y: Array, buckets: int = BUCKETS, whole: int = WHOLE) -> T
 
 TITLES = {
     "loss": "Loss",
-    "learning_rate": "Learning rate",
-    "gradient_norm": "Gradient norm",
+    RATE: "Learning rate",
+    NORM: "Gradient norm",
     "rows_per_second": "Rows per second",
     "data_wait_seconds": "Waiting for data (s per step)",
     LOSS_OF: "Loss by source",
     ROWS_OF: "Rows by source",
 }
-LAST = (ROWS_OF, "learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds")
-NOT_DRAWN = ("step", "epoch", "rows")
+LAST = (ROWS_OF, RATE, NORM, *CLOCKED)
 FEW = 30  # points of a series that are drawn one by one
-EXACT = {"learning_rate"}  # values without noise, which are not smoothed
+EXACT = {RATE}  # values without noise, which are not smoothed
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def charts_of(history: pa.Table | None, evals: Iterable[NamedEval], whole: int =
 
 def _groups(names: Sequence[str], evals: Sequence[NamedEval]) -> dict[str, list[str]]:
     """Return the columns that share each chart: a value, with what evaluations measured of it."""
-    drawn = [name for name in names if name not in NOT_DRAWN and not is_inner(name)]
+    drawn = [name for name in names if name not in COUNTS and not is_inner(name)]
     by = {name: measured_by(evals, name) for name in drawn}
     values = {name: name.removeprefix("eval_" if each is None else each.prefix) for name, each in by.items()}
     # The sources of a mixture share a chart.

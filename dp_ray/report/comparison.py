@@ -1,26 +1,20 @@
 """Write the page of a run, or the one that compares several, where the user wants it.
 
-A comparison shows what differs, the runs' curves laid over each other, and their figures side by side.
+A comparison has the table of `dp-ray compare`, and the runs' curves laid over each other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dp_ray.errors import StorageError
-from dp_ray.job.files import dotted
 from dp_ray.job.keys import named_evals
 from dp_ray.records import damage_told
 from dp_ray.report import page
 from dp_ray.report.charts import WHOLE, Chart, charts_of
-from dp_ray.report.run_data import RunData, read_run
-from dp_ray.results.compare import NO_DIFFERENCE, differing, likeness, mean_speed, side_by_side
-from dp_ray.results.text import setting_text
+from dp_ray.results.compare import ComparedRun, likeness, read_compared_run, table_of
 from dp_ray.rundir.files import RESULT, RUN, runs_there
 from dp_ray.storage import Storage
-
-ENVIRONMENT = ("command", "folder", "python", "packages", "host", "platform", "cpus", "gpus")
-RunColumns = dict[str, list[Any]]
 
 
 class Trials(NamedTuple):
@@ -66,27 +60,17 @@ def save_comparison(runs: Sequence[Storage], folder: Storage, trials: Trials) ->
 
 def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
     """Return the page that compares runs, as HTML; with `trials`, the page of their sweep."""
-    known = [read_run(run) for run in runs]
-    # A run goes by its own name, or by its directory where several have the same.
-    own = [run.name for run in known]
-    names = list(trials.names) if trials else [run.where if own.count(run.name) > 1 else run.name for run in known]
+    known = [read_compared_run(run) for run in runs]
+    (_, *where), *rows = table_of(known)
+    own = [run.row.name for run in known]
+    names = list(trials.names) if trials else own if len(set(own)) == len(own) else where
     charts = overlaid(known, names)
-    tables = {
-        "Figures": figures(known),
-        "Final metrics": side_by_side([{fact.label: fact.value for fact in page.metrics_of(run)} for run in known]),
-        "Where the time goes": side_by_side(
-            [{page.spoken(share.name): f"{share.share:.1%}" for share in page.time_shares(run)} for run in known]
-        ),
-        "The jobs differ in": shown_differences([run.job for run in known]),
-        "The environments differ in": shown_differences([environment_of(run) for run in known]),
-    }
-    drawing = {"steps": max(1, *(run.total_steps for run in known)), "charts": list(map(vars, charts))}
-    alike = likeness(known) if trials is None and all(run.job for run in known) else ""
-    shown = {"names": names, "runs": known, "charts": charts, "tables": tables, "trials": trials, "alike": alike}
-    return page.rendered("comparison.html", drawing, **shown)
+    alike = "" if trials else likeness(known)
+    shown = {"names": names, "charts": charts, "rows": rows, "trials": trials, "alike": alike}
+    return page.rendered("comparison.html", {"charts": list(map(vars, charts))}, **shown)
 
 
-def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
+def overlaid(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Chart]:
     """Return a chart for each value that a run measured, with a series for each run, in the same colour on all."""
     charts: dict[str, Chart] = {}
     for at, (label, run) in enumerate(zip(names, runs, strict=True)):
@@ -96,30 +80,3 @@ def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
                 name = f"{label}: {series['name']}" if number else label
                 chart.series.append({**series, "name": name, "color": at, "dash": at + number})
     return list(charts.values())
-
-
-def figures(runs: Sequence[RunData]) -> RunColumns:
-    """Return status, steps, rows per second and seconds of each run."""
-    speeds = [mean_speed(run.history, run.result) for run in runs]
-    return {
-        "status": [run.status for run in runs],
-        "steps": [f"{run.steps_done:,} of {run.total_steps:,}" for run in runs],
-        "rows per second": [page.speed_text(speed) for speed in speeds],
-        "against the first": [f"{speed / speeds[0]:.2f} x" if speed and speeds[0] else "" for speed in speeds],
-        "time": [page.duration(run.result.get("seconds")) for run in runs],
-        "interruptions": [len(run.incidents.interruptions) for run in runs],
-    }
-
-
-def shown_differences(values: Sequence[Mapping[str, Any]]) -> RunColumns:
-    """Return the keys in which mappings differ, as dotted paths, with the value of each."""
-    rows = differing([dict(dotted(options)) for options in values], NO_DIFFERENCE)
-    return {key: list(map(setting_text, row)) for key, row in rows.items()}
-
-
-def environment_of(run: RunData) -> dict[str, Any]:
-    """Return what a run was made with: the code's commit and changed files, versions and machine."""
-    driver = run.drivers[-1] if run.drivers else {}
-    git = driver.get("git") or {}
-    code = {"git": {key: git.get(key) for key in ("commit", "branch", "changed")}} if git else {}
-    return {**{key: driver[key] for key in ENVIRONMENT if key in driver}, **code}

@@ -8,23 +8,22 @@
   };
   const DASHES = ["solid", "6 3", "2 2", "10 3 2 3", "12 4", "4 4", "1 3"];
   const HEIGHT = 240;
-  const MOST = 3002; // points of a series that are drawn at once
   const PALETTE = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 
-  let drawing = read(document);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const drawing = JSON.parse(document.getElementById("drawing").textContent);
   let view = wholeView();
   let smoothing = 0.6; // as the slider in the page begins
   const drawn = new Map(); // by key: the Bokeh figure, its sources, and what it shows
   const hidden = new Set(); // "chart/series" that the reader switched off
   const logs = new Set();
 
-  function read(page) { return JSON.parse(page.getElementById("drawing").textContent); }
-  function theme() { return THEMES[document.documentElement.dataset.theme] || THEMES.light; }
+  function theme() { return dark.matches ? THEMES.dark : THEMES.light; }
   function wholeView() { return { start: 0, end: Math.max(1, lastStep()) }; }
 
   function lastStep() {
     const ends = drawing.charts.flatMap((chart) => chart.series.map((one) => one.x.at(-1) ?? 0));
-    return Math.max(1, ...ends, ...drawing.heatMaps.map((map) => map.edges.at(-1)));
+    return Math.max(1, ...ends, drawing.heat?.edges.at(-1) ?? 1);
   }
 
   // Debiased exponential smoothing, over the means of the buckets where the series was thinned out.
@@ -36,33 +35,6 @@
       weight = weight * smoothing + (1 - smoothing);
       return sum / weight;
     }) };
-  }
-
-  // The points to draw: those in the view and next to it; of many, the least and the largest of each bucket.
-  function inView({ x, y }) {
-    if (x.length <= MOST) return { x, y };
-    const first = Math.max(0, placeOf(x, view.start) - 1), end = Math.min(x.length, placeOf(x, view.end) + 2);
-    const width = Math.ceil((end - first) / (MOST / 2)), kept = { x: [], y: [] };
-    for (let start = first; start < end; start += width) {
-      let least = start, largest = start;
-      const stop = Math.min(start + width, end);
-      for (let at = start; at < stop; at++) {
-        if (y[at] < y[least]) least = at;
-        if (y[at] > y[largest]) largest = at;
-      }
-      for (const at of new Set([Math.min(least, largest), Math.max(least, largest)])) { kept.x.push(x[at]); kept.y.push(y[at]); }
-    }
-    return kept;
-  }
-
-  // How many of the ascending numbers are less than a value.
-  function placeOf(numbers, value) {
-    let low = 0, high = numbers.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (numbers[middle] < value) low = middle + 1; else high = middle;
-    }
-    return low;
   }
 
   function figureFor(key, options) {
@@ -106,8 +78,8 @@
   function addSeries(figure, chart, series, at) {
     const color = theme().series[series.color % 7], is_visible = !hidden.has(`${chart.key}/${at}`);
     const name = series.name, dash = DASHES[series.dash % 7];
-    const raw = new Bokeh.ColumnDataSource({ data: inView(series) });
-    const soft = new Bokeh.ColumnDataSource({ data: inView(smoothed(series)) });
+    const raw = new Bokeh.ColumnDataSource({ data: { x: series.x, y: series.y } });
+    const soft = new Bokeh.ColumnDataSource({ data: smoothed(series) });
     const style = { line_color: color, line_width: 1.5, line_dash: dash, visible: is_visible };
     const thin = series.isStep || series.isSparse || smoothing === 0 ? 1 : 0.3;
     const lines = [figure.line({ field: "x" }, { field: "y" }, { source: raw, name, ...style, line_alpha: thin })];
@@ -120,7 +92,6 @@
 
   function drawChart(chart) {
     const element = document.querySelector(`[data-chart="${chart.key}"]`);
-    if (!element) return;
     const figure = figureFor(chart.key, { y_axis_type: logs.has(chart.key) ? "log" : "linear", y_range: new Bokeh.Range1d({ start: 0, end: 1 }) });
     addMarks(figure);
     if (chart.series[0].source === "workers") wholeNumbers(figure.yaxis, figure.ygrid);
@@ -133,10 +104,9 @@
   }
 
   function drawHeatMap(map) {
-    const element = document.querySelector(`[data-heat="${map.key}"]`);
-    if (!element) return;
+    const element = document.querySelector("[data-heat]");
     const ranks = map.values.length, cells = cellsOf(map);
-    const figure = figureFor(map.key, { height: Math.min(520, Math.max(130, 66 + 14 * ranks)), y_range: new Bokeh.Range1d({ start: ranks - 0.5, end: -0.5 }) });
+    const figure = figureFor("heat", { height: Math.min(520, Math.max(130, 66 + 14 * ranks)), y_range: new Bokeh.Range1d({ start: ranks - 0.5, end: -0.5 }) });
     const sorted = [...cells.value].sort((one, other) => one - other);
     const low = sorted[0], most = sorted.at(-1), usual = sorted[Math.ceil(0.98 * (sorted.length - 1))];
     const high = usual > low ? usual : most; // a few slow steps leave the rest its colours
@@ -147,19 +117,17 @@
     addMarks(figure);
     figure.yaxis.axis_label = "rank";
     wholeNumbers(figure.yaxis, figure.ygrid);
-    const tooltips = [["rank", "@rank"], ["node", "@node"], ["steps", "@steps"], [map.unit, "@value{%.6g}"]];
-    if (map.slowest) tooltips.push(["slowest", "@slowest{%.6g}"]);
-    figure.add_tools(new Bokeh.HoverTool({ renderers: [quads], tooltips, formatters: { "@value": "printf", "@slowest": "printf" } }));
-    element.querySelector(".low").textContent = `${high > low ? "" : "all "}${format(low)} ${map.unit}`;
+    const tooltips = [["rank", "@rank"], ["node", "@node"], ["steps", "@steps"], ["rows", "@rows{%.6g}"], ["ms", "@value{%.6g}"], ["slowest", "@slowest{%.6g}"]];
+    figure.add_tools(new Bokeh.HoverTool({ renderers: [quads], tooltips, formatters: { "@rows": "printf", "@value": "printf", "@slowest": "printf" } }));
+    element.querySelector(".low").textContent = `${high > low ? "" : "all "}${format(low)} ms`;
     element.querySelector(".ramp").hidden = element.querySelector(".high").hidden = high <= low;
-    element.querySelector(".high").textContent = `${format(high)} ${map.unit}${most > high ? ` and more, at most ${format(most)} ${map.unit}` : ""}`;
-    place(map.key, element, figure, { map, cells, figure });
+    element.querySelector(".high").textContent = `${format(high)} ms${most > high ? ` and more, at most ${format(most)} ms` : ""}`;
+    place("heat", element, figure, { map, cells, figure });
   }
 
   // The parts of a step, stacked, with a bar for each bucket of steps.
   function drawParts(parts) {
     const element = document.querySelector("[data-parts]");
-    if (!element) return;
     const style = getComputedStyle(document.documentElement);
     const cells = { left: [], right: [], bottom: [], top: [], color: [], part: [], value: [], steps: [] };
     for (let at = 0; at + 1 < parts.edges.length; at++) {
@@ -184,11 +152,11 @@
   function stepsText(first, end) { return end - first > 1 ? `${first} to ${end - 1}` : `${first}`; }
 
   function cellsOf(map) {
-    const cells = { left: [], right: [], top: [], bottom: [], value: [], slowest: [], rank: [], node: [], steps: [] };
+    const cells = { left: [], right: [], top: [], bottom: [], value: [], slowest: [], rows: [], rank: [], node: [], steps: [] };
     map.values.forEach((row, rank) => row.forEach((value, at) => {
       if (value === null) return;
       const [first, end] = [map.edges[at], map.edges[at + 1]];
-      const cell = { left: first, right: end, top: rank - 0.5, bottom: rank + 0.5, value, slowest: map.slowest ? map.slowest[rank][at] : value, rank, node: map.nodes[rank], steps: stepsText(first, end) };
+      const cell = { left: first, right: end, top: rank - 0.5, bottom: rank + 0.5, value, slowest: map.slowest[rank][at], rows: map.rows[rank][at], rank, node: map.nodes[rank], steps: stepsText(first, end) };
       for (const [name, one] of Object.entries(cell)) cells[name].push(one);
     }));
     return cells;
@@ -250,10 +218,6 @@
     view = { start, end: start + span };
     for (const about of drawn.values()) {
       about.figure.x_range.setv({ start: view.start, end: view.end });
-      for (const part of about.parts || []) if (part.series.x.length > MOST) {
-        part.raw.data = inView(part.series);
-        part.soft.data = inView(smoothed(part.series));
-      }
       fit(about);
     }
     isMoving = false;
@@ -294,7 +258,7 @@
     document.getElementById("smoothing-value").textContent = value.toFixed(2);
     for (const { parts } of drawn.values()) for (const part of parts || []) {
       if (part.series.isSparse || part.series.isStep) continue;
-      part.soft.data = inView(smoothed(part.series));
+      part.soft.data = smoothed(part.series);
       part.lines[0].glyph.line_alpha = value > 0 ? 0.3 : 1;
       part.lines[1].visible = value > 0 && part.lines[0].visible;
     }
@@ -305,13 +269,13 @@
   function drawAll() {
     drawing.charts.forEach(drawChart);
     if (drawing.parts) drawParts(drawing.parts);
-    drawing.heatMaps.forEach(drawHeatMap);
+    if (drawing.heat) drawHeatMap(drawing.heat);
     document.documentElement.dataset.drawn = String(drawn.size);
   }
 
   function listen() {
     for (const element of document.querySelectorAll("[data-chart], [data-heat], [data-parts]")) {
-      const key = element.dataset.chart || element.dataset.heat || "parts";
+      const key = element.dataset.chart;
       element.querySelector(".plot").addEventListener("keydown", (event) => onKey(event, key));
       element.querySelector(".log input")?.addEventListener("change", () => toggleLog(key));
       for (const button of element.querySelectorAll("[data-series]")) button.addEventListener("click", () => toggleSeries(key, Number(button.dataset.series), button));
@@ -320,53 +284,10 @@
     document.getElementById("reset")?.addEventListener("click", () => show(0, lastStep()));
   }
 
-  // Of a run that goes on: take the page anew, and put its text and its curves in place of the old ones.
-  function refresh(html) {
-    const page = new DOMParser().parseFromString(html, "text/html");
-    const wasWhole = view.start <= 0 && view.end >= lastStep();
-    const old = drawing;
-    drawing = read(page);
-    if (keysOf(old) !== keysOf(drawing)) { location.reload(); return; }
-    for (const section of document.querySelectorAll("[data-live]")) {
-      const fresh = page.getElementById(section.id);
-      if (fresh) section.replaceChildren(...fresh.childNodes);
-    }
-    for (const table of document.querySelectorAll("[data-chart] details")) {
-      const fresh = page.querySelector(`[data-chart="${table.closest("[data-chart]").dataset.chart}"] details`);
-      if (fresh) table.replaceChildren(...fresh.childNodes);
-    }
-    if (wasWhole) view = wholeView();
-    drawAll();
-    listenCopy();
-  }
-
-  function keysOf(one) { return JSON.stringify([one.charts.map((chart) => [chart.key, chart.title, chart.series.length]), one.heatMaps.map((map) => map.key)]); }
-
-  async function follow_live() {
-    try {
-      const answer = await fetch(location.href, { cache: "no-store" });
-      if (answer.ok) refresh(await answer.text());
-    } catch { /* the server is gone: the page stays as it is */ }
-    if (drawing.live) setTimeout(follow_live, 1000 * drawing.live);
-  }
-
-  function listenCopy() {
-    for (const button of document.querySelectorAll("[data-copy]")) button.onclick = async () => {
-      try { await navigator.clipboard.writeText(button.dataset.copy); button.textContent = "copied"; } catch { button.textContent = "cannot copy"; }
-    };
-  }
-
-  document.getElementById("theme").addEventListener("click", () => {
-    const chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    document.documentElement.dataset.theme = chosen;
-    try { localStorage.setItem("dp-ray-theme", chosen); } catch { /* no storage for this page */ }
-    if (window.Bokeh) drawAll();
-  });
-  listenCopy();
-  window.dpRay = { refresh, show, drawn, view: () => view };
+  window.dpRay = { show, drawn, view: () => view };
   if (!window.Bokeh) return;
   Bokeh.set_log_level("warn");
   listen();
   drawAll();
-  if (drawing.live) setTimeout(follow_live, 1000 * drawing.live);
+  dark.addEventListener("change", drawAll);
 })();

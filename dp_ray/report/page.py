@@ -18,23 +18,22 @@ import yaml
 from markupsafe import Markup
 
 from dp_ray.job.keys import named_evals
+from dp_ray.plan.history import is_inner, is_measured, is_of_many
 from dp_ray.report.charts import charts_of, epochs_of, workers_chart
 from dp_ray.report.run_data import RunData, WorkerGrid, read_run
-from dp_ray.results.compare import mean_speed, rows_and_seconds
+from dp_ray.results.compare import mean_speed
 from dp_ray.results.text import setting_text
-from dp_ray.rundir.history import is_inner, is_measured, is_of_many
 from dp_ray.storage import Storage
-from dp_ray.tables import known_numbers, numbers
+from dp_ray.tables import known_numbers
 from dp_ray.telemetry.times import STEP_PARTS
 from dp_ray.text import harmless, hide_in
 
 REPORT = "report.html"
 HERE = Path(__file__).parent
 SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
-DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, where it was built
 EVALUATIONS = 50  # the newest, in the table
 # The charts of a single run.
-OF_A_RUN: dict[str, Any] = {"heatMaps": [], "parts": None, "epochs": [], "interruptions": [], "live": None}
+OF_A_RUN: dict[str, Any] = {"heat": None, "parts": None, "epochs": [], "interruptions": []}
 
 
 def write_page(run: Storage) -> None:
@@ -42,22 +41,20 @@ def write_page(run: Storage) -> None:
     run.write_text(REPORT, page_of(run))
 
 
-def page_of(run: Storage, live: float | None = None) -> str:
-    """Return the page of a run, finished or not, as HTML; it reloads from its server every `live` seconds."""
+def page_of(run: Storage) -> str:
+    """Return the page of a run, finished or not, as HTML."""
     data = read_run(run)
     charts = [
         *charts_of(data.history, named_evals(data.job.get("eval"))),
         *workers_chart(data.incidents, data.steps_done),
     ]
-    maps, parts = (heat_maps(data.grid), step_parts(data.grid)) if data.grid else ([], None)
+    heat, parts = (heat_map(data.grid), step_parts(data.grid)) if data.grid else (None, None)
     drawing = {
-        "steps": max(1, data.total_steps),
         "charts": list(map(vars, charts)),
-        "heatMaps": maps,
+        "heat": heat,
         "parts": parts,
         "epochs": epochs_of(data.history),
         "interruptions": [{"step": event.step, "kind": event.kind.value} for event in data.incidents.interruptions],
-        "live": live,
     }
     return rendered(
         "run.html",
@@ -70,7 +67,7 @@ def page_of(run: Storage, live: float | None = None) -> str:
         job_file=job_file_of(data.job),
         driver=data.drivers[-1] if data.drivers else {},
         evaluations=evaluation_rows(data),
-        heat_maps=maps,
+        heat=heat,
         parts_drawn=parts,
     )
 
@@ -84,7 +81,6 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
         can_draw=bool(scripts),
         styles=Markup((HERE / "page.css").read_text()),
         scripts=[Markup(script) for script in (*scripts, (HERE / "page.js").read_text())],
-        theme_script=Markup((HERE / "theme.js").read_text()),
     )
 
 
@@ -117,7 +113,7 @@ class TimePart:
 
     name: str
     share: float
-    color: int = 0
+    color: int
 
 
 def page_facts(data: RunData) -> list[Fact]:
@@ -172,18 +168,9 @@ def speed_text(speed: float | None) -> str:
 
 def time_shares(data: RunData) -> list[TimePart]:
     """Return the parts of the workers' time, which add up to the whole; the largest first."""
-    if shares := (data.time_split or {}).get("all"):
-        parts = [TimePart(spoken(name), share, color_of(name)) for name, share in shares.items() if share > 0]
-        return sorted(parts, key=lambda share: -share.share)
-    workers = data.result.get("workers", [])
-    whole, wait = (sum(worker.get(f"{name}_seconds") or 0.0 for worker in workers) for name in ("loop", "data_wait"))
-    if not whole and data.history is not None and len(data.history):
-        whole = rows_and_seconds(data.history)[1]
-        wait = float(numbers(data.history.column("data_wait_seconds")).sum())
-    if whole <= 0:
-        return []
-    share = min(1.0, wait / whole)
-    return [TimePart("data wait", share, color_of("data_wait")), TimePart("all else", 1 - share, color_of("other"))]
+    shares = (data.time_split or {}).get("all", {})
+    parts = [TimePart(spoken(name), share, color_of(name)) for name, share in shares.items() if share > 0]
+    return sorted(parts, key=lambda part: -part.share)
 
 
 def color_of(part: str) -> int:
@@ -221,40 +208,23 @@ def duration(seconds: float | None) -> str:
 
 def job_file_of(job: dict[str, Any]) -> str:
     """Return a job with all of its keys as YAML."""
-    try:
-        return str(yaml.dump(job, Dumper=DUMPER, sort_keys=False, allow_unicode=True)) if job else ""
-    except UnicodeEncodeError:  # the fast dumper takes no halves of characters
-        return str(yaml.dump(job, Dumper=yaml.SafeDumper, sort_keys=False))
+    # Not by the fast dumper, which takes no halves of characters.
+    return str(yaml.safe_dump(job, sort_keys=False, allow_unicode=True)) if job else ""
 
 
-def heat_maps(grid: WorkerGrid) -> list[dict[str, Any]]:
-    """Return the heat maps of a run as JSON values: milliseconds and rows of each worker, a step."""
-    both = {"edges": grid.edges, "nodes": grid.nodes}
-    counted = "without the exchange" if grid.parts else "in the model"
-    return [
-        {
-            **both,
-            "key": "heat-milliseconds",
-            "title": f"Milliseconds of each worker per step, {counted}",
-            "unit": "ms",
-            "values": _without_nan(grid.milliseconds),
-            "slowest": _without_nan(grid.slowest),
-        },
-        {
-            **both,
-            "key": "heat-rows",
-            "title": "Rows of each worker per step",
-            "unit": "rows",
-            "values": _without_nan(grid.rows),
-            "slowest": None,
-        },
-    ]
+def heat_map(grid: WorkerGrid) -> dict[str, Any]:
+    """Return the heat map of a run as JSON values: milliseconds of each worker, a step, with its rows."""
+    return {
+        "edges": grid.edges,
+        "nodes": grid.nodes,
+        "values": _without_nan(grid.milliseconds),
+        "slowest": _without_nan(grid.slowest),
+        "rows": _without_nan(grid.rows),
+    }
 
 
-def step_parts(grid: WorkerGrid) -> dict[str, Any] | None:
-    """Return the milliseconds of each part of a step over the steps, as JSON values; None if not measured."""
-    if not grid.parts:
-        return None
+def step_parts(grid: WorkerGrid) -> dict[str, Any]:
+    """Return the milliseconds of each part of a step over the steps, as JSON values."""
     return {
         "edges": grid.edges,
         "names": [spoken(part) for part in grid.parts],

@@ -1,8 +1,7 @@
 """Read a run directory, finished or not, as one `RunData`; no code of the run is imported or run.
 
 Begin at `read_run`. Two of its parts are computed here: a sample of a prediction's outputs, and the grid of what each
-worker did over the steps. The grid comes from the times of the workers' steps, or, of a run of an earlier version,
-which has none, from its shape reports.
+worker did over the steps, from the times of their steps.
 """
 
 import itertools
@@ -24,13 +23,11 @@ from dp_ray.outputs.previews import read_previews
 from dp_ray.rundir.files import ABOUT_JSON, RESULT, RESULT_JSON, RUN_JSON
 from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON, IncidentLog
-from dp_ray.rundir.numerics import summary_of
 from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, RECORDS_JSON, BadRecord, record_files
 from dp_ray.rundir.unfinished import UnfinishedRun, unfinished
 from dp_ray.storage import Storage
 from dp_ray.tables import numbers, read_table, reading, step_ranges
-from dp_ray.telemetry.reports import report_files
-from dp_ray.telemetry.times import PART, TIMES, facts_of, read_step_times, steady, time_split, verdict_of
+from dp_ray.telemetry.times import PART, TIMES, read_step_times, steady, time_split, verdict_of
 from dp_ray.text import hide_in, relative
 
 CELLS = 24_000  # of a heat map: more are slow to draw
@@ -46,8 +43,7 @@ class WorkerGrid:
     """Means over steps `edges[i] .. edges[i + 1] - 1`: arrays of [ranks, columns], NaN where a worker did nothing.
 
     `milliseconds` are the worker's own, without the exchange of gradients; `slowest` is its slowest step of a cell.
-    `nodes` are those of the ranks. `parts` are the milliseconds of each part of a step, means over all workers; empty
-    if only the shape reports are there, whose `milliseconds` are those of the model.
+    `nodes` are those of the ranks. `parts` are the milliseconds of each part of a step, means over all workers.
     """
 
     edges: list[int]
@@ -71,7 +67,6 @@ class RunData:
     result: dict[str, Any] = field(default_factory=dict)
     state: UnfinishedRun | None = None
     drivers: list[dict[str, Any]] = field(default_factory=list)
-    computed: dict[str, str] = field(default_factory=dict)
     incidents: IncidentLog = field(default_factory=IncidentLog)
     history: pa.Table | None = None
     grid: WorkerGrid | None = None
@@ -131,9 +126,7 @@ def read_run(run: Storage) -> RunData:
     with _problem_noted(data, "the state"):
         data.state = unfinished(run.location)
     with _problem_noted(data, "about.json"):
-        about = ABOUT_JSON.read(run)
-        data.drivers = about.drivers
-        data.computed = hide_in(summary_of([kind for attempt in about.attempts for kind in attempt.kinds]))
+        data.drivers = ABOUT_JSON.read(run).drivers
     with _problem_noted(data, "the interruptions"):
         data.incidents = INCIDENTS_JSON.read(run, RESULT if data.result.get("status") == "done" else INCIDENTS)
     with _problem_noted(data, "the history"):
@@ -143,9 +136,9 @@ def read_run(run: Storage) -> RunData:
             data.time_split, data.verdict = data.result["time_split"], data.result.get("verdict")
         else:  # of a run that goes on: the newest steps
             table = read_step_times(run, NEWEST)
-            verdict = verdict_of(table, facts_of(data.job))
+            verdict = verdict_of(table, data.job)
             data.time_split, data.verdict = time_split(steady(table)), verdict.text if verdict else None
-    with _problem_noted(data, "the shape reports"):
+    with _problem_noted(data, "the times of the workers"):
         data.grid = worker_grid(run, data.total_steps)
     with _problem_noted(data, "the samples set aside"):
         data.quarantined = _quarantined(run)
@@ -237,12 +230,9 @@ def _number(value: Any) -> str:
 
 
 def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
-    """Return the grid of a run with this many steps, from the files that there are by now; None without a report."""
+    """Return the grid of a run with this many steps, from the files that there are by now; None without one."""
     times = run.child(TIMES)
     files = [(times, name) for name in times.numbered(PART)]
-    is_timed = bool(files)
-    if not is_timed:
-        files = report_files(run)
     nodes = {rank: node for file in files for rank, node in _nodes_of(file)}
     if not nodes or steps <= 0:
         return None
@@ -252,16 +242,15 @@ def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
     edges = np.arange(columns + 1) * steps // columns
     rows, milliseconds, slowest, worked = (np.zeros((num_ranks, columns)) for _ in range(4))
     parts = np.zeros((len(PARTS), columns))
-    for step, rank, counts, times, seconds in (report for file in files for report in _reports_in(file, is_timed)):
+    for batch in (batch for file in files for batch in _batches_of(file)):
+        step, rank, counts, *seconds = (numbers(batch.column(name)) for name in ("step", "rank", "rows", *PARTS))
+        own = 1000 * sum(part for name, part in zip(PARTS, seconds, strict=True) if name != EXCHANGE)
         column = np.clip(np.searchsorted(edges, step, side="right") - 1, 0, columns - 1)
         cell = rank.astype(np.int64) * columns + column
-        # A worker may have several shards of a step, each with a report of its shapes.
-        once = cell if is_timed else np.unique(np.stack([step, cell]), axis=1)[1]
-        for sums, where, values in ((rows, cell, counts), (milliseconds, cell, times), (worked, once, None)):
-            sums += np.bincount(where, values, sums.size).reshape(sums.shape)
-        np.maximum.at(slowest.reshape(-1), cell, times)
-        for number, each in enumerate(seconds):
-            parts[number] += 1000 * np.bincount(column, each, columns)
+        for sums, values in ((rows, counts), (milliseconds, own), (worked, None)):
+            sums += np.bincount(cell, values, sums.size).reshape(sums.shape)
+        np.maximum.at(slowest.reshape(-1), cell, own)
+        parts += [1000 * np.bincount(column, part, columns) for part in seconds]
     with np.errstate(invalid="ignore", divide="ignore"):
         rows, milliseconds, parts = rows / worked, milliseconds / worked, parts / worked.sum(0)
     slowest = np.where(worked > 0, slowest, np.nan)
@@ -270,28 +259,15 @@ def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
     return WorkerGrid(edges.tolist(), names, rows, milliseconds, slowest, measured)
 
 
-def _reports_in(file: tuple[Storage, str], is_timed: bool) -> Iterator[tuple[Any, Any, Any, Any, tuple[Any, ...]]]:
-    """Yield the reports in a file of the steps' times, or, if not `is_timed`, of shape reports, in arrays.
-
-    These are the steps, ranks, rows, milliseconds, and the seconds of each of PARTS, which shape reports do not have.
-    """
-    names = ["step", "rank", "rows"]
+def _batches_of(file: tuple[Storage, str], columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
     with reading(*file) as parquet:
-        for batch in parquet.iter_batches(batch_size=BATCH, columns=None if is_timed else [*names, "milliseconds"]):
-            if is_timed:
-                seconds = tuple(numbers(batch.column(name)) for name in PARTS)
-                milliseconds = 1000 * sum(part for name, part in zip(PARTS, seconds, strict=True) if name != EXCHANGE)
-            else:
-                seconds, milliseconds = (), numbers(batch.column("milliseconds"))
-            step, rank, rows = (numbers(batch.column(name)) for name in names)
-            yield step, rank, rows, milliseconds, seconds
+        yield from parquet.iter_batches(batch_size=BATCH, columns=columns)
 
 
 def _nodes_of(file: tuple[Storage, str]) -> Iterator[tuple[int, str]]:
     """Yield the ranks in a file, each with its newest node."""
-    with reading(*file) as parquet:
-        for batch in parquet.iter_batches(batch_size=BATCH, columns=["rank", "node"]):
-            ranks, nodes = batch.columns
-            known, last = np.unique(numbers(ranks)[::-1], return_index=True)
-            for rank, at in zip(known.tolist(), (len(ranks) - 1 - last).tolist(), strict=True):
-                yield rank, nodes[at].as_py()
+    for batch in _batches_of(file, ["rank", "node"]):
+        ranks, nodes = batch.columns
+        known, last = np.unique(numbers(ranks)[::-1], return_index=True)
+        for rank, at in zip(known.tolist(), (len(ranks) - 1 - last).tolist(), strict=True):
+            yield rank, nodes[at].as_py()

@@ -4,16 +4,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
 from dp_ray.errors import StorageError
 from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
+from dp_ray.plan.history import CLOCKED, COUNTS, is_inner
 from dp_ray.results.text import in_columns, setting_text, sparkline
 from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON, runs_there
-from dp_ray.rundir.history import history_of, is_inner
+from dp_ray.rundir.history import history_of
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
 from dp_ray.rundir.numerics import summary_of
 from dp_ray.storage import Storage
@@ -24,7 +25,7 @@ NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
 OF_EACH_DRIVER = ("started", "command", "folder", "plan")
 OBJECT = re.compile(r"<[\w.]+:[^:]+>")
 CURVE_WIDTH = 60
-NO_CURVE = {"step", "epoch", "rows", "rows_per_second", "data_wait_seconds"}
+NO_CURVE = {*COUNTS, *CLOCKED}
 
 
 @dataclass(frozen=True)
@@ -120,22 +121,11 @@ def comparison_text(runs: Sequence[ComparedRun], width: int | None = None) -> st
 
     The sparklines fit a terminal of `width` columns.
     """
-    rows = [[printable(cell) for cell in row] for row in _table(runs)]
+    rows = [[printable(cell) for cell in row] for row in table_of(runs)]
     return "\n".join([likeness(runs), in_columns(rows), *_curves(runs, width)])
 
 
-class Alike(Protocol):
-    """What shows whether runs are alike: their described jobs, their results, their hardware."""
-
-    @property
-    def job(self) -> dict[str, Any]: ...
-    @property
-    def result(self) -> dict[str, Any]: ...
-    @property
-    def computed(self) -> dict[str, str]: ...
-
-
-def likeness(runs: Sequence[Alike]) -> str:
+def likeness(runs: Sequence[ComparedRun]) -> str:
     """Say whether the runs have the same job, weights and outputs: `the same job, the same weights`."""
     keys = differing_keys(runs)
     counting = {key for key in keys if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
@@ -160,7 +150,8 @@ def _is_object(key: str, value: Any) -> bool:
     return isinstance(value, str) and OBJECT.fullmatch(value) is not None and not key.startswith("hooks.")
 
 
-def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
+def table_of(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
+    """Yield the rows of the table that compares runs: their directories, what differs, and their figures."""
     values = comparison_values(runs)
     yield ["", *(run.where for run in runs)]
     computed = {f"computed.{name}": row for name, row in values["computed"].items()}
@@ -197,12 +188,12 @@ def _curves(runs: Sequence[ComparedRun], width: int | None) -> Iterator[str]:
             yield f"  {printable(run.where):{where}}  {line}"
 
 
-def differing_keys(runs: Sequence[Alike]) -> dict[str, list[Any]]:
+def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Return the keys in which the jobs of runs differ, as dotted paths, with each job's value."""
     return differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
 
 
-def differing_numerics(runs: Sequence[Alike]) -> dict[str, list[Any]]:
+def differing_numerics(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Return the kinds of workers that computed the runs, if they differ and all runs have recorded theirs."""
     each_run = [run.computed for run in runs]
     return differing(each_run, ()) if all(each_run) else {}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dp_ray.rundir.history import is_inner
+from dp_ray.plan.history import is_inner
 from dp_ray.rundir.listing import ListedRun
 from dp_ray.text import printable
 

@@ -1,11 +1,11 @@
-"""A training's history: `History` makes its rows, and pieces of it are merged into `metrics.parquet`.
+"""The files of a training's history: its pieces, which are merged into `metrics.parquet`.
 
-A training writes a piece with each checkpoint. The rows after the last one only the driver has; it writes them to
-`recent.parquet`, so that running and failed runs show them.
+`plan/history.py` makes the rows, and names the columns; `History` has the numbers for them. A training writes a piece
+with each checkpoint. The rows after the last one only the driver has; it writes them to `recent.parquet`, so that
+running and failed runs show them.
 """
 
 import math
-import re
 import threading
 import time
 from collections import deque
@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from dp_ray.errors import StorageError
-from dp_ray.plan.mixture import LOSS_OF, ROWS_OF, Mixture
+from dp_ray.plan.history import LOSS_OF, columns_of, is_measured, is_of_many, row_of
+from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Split
 from dp_ray.rundir.files import is_finished, replacing
 from dp_ray.storage import Storage
@@ -32,24 +33,10 @@ if TYPE_CHECKING:
 METRICS = "metrics.parquet"
 HISTORY = "history"
 RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
-CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
-NOT_MEASURED = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
-OF_FURTHER = re.compile(r"(learning_rate|gradient_norm)_\d+")  # columns of a loop's optimizers after the first
-DIGEST = "outputs_digest"  # the metric that `verify` adds
 SEGMENT = "steps-{}-{}.parquet"  # of the steps from the first number to before the second
 SEND_SECONDS = 0.5  # between two times that rows are sent to the driver
 RECENT_SECONDS = 2.0  # between two writes of the recent rows
 SHARE = 0.01  # of the time, for writing them
-
-
-def is_measured(name: str) -> bool:
-    """Return whether a column is a loss or a metric, and no place, rate, norm or time."""
-    return name not in NOT_MEASURED and not name.startswith(ROWS_OF) and OF_FURTHER.fullmatch(name) is None
-
-
-def is_inner(name: str) -> bool:
-    """Return whether a metric was added by `verify` for its own use, and not by the user."""
-    return name == DIGEST or (name.startswith("eval_") and name.endswith(f"_{DIGEST}"))
 
 
 class FinishedStep(NamedTuple):
@@ -144,18 +131,16 @@ class History:
         for (finished, seconds, waited), (*sums, norm) in zip(steps, read, strict=True):
             means, missing = Totals.means(sums)
             first, end = self.split.batch(finished.number)
-            row: dict[str, Any] = {"step": finished.number, "epoch": finished.number // self.split.steps}
-            for name, mean in zip(self.names, means, strict=True):
-                is_of_source = self.mixture is not None and name.startswith(LOSS_OF)
-                if mean is not None or not is_of_source:  # a batch may lack a source
-                    row[name] = math.nan if mean is None else mean
-            num_rows = end - first - missing
-            row |= {"learning_rate": finished.update.learning_rate, "gradient_norm": norm, "rows": num_rows}
-            row["rows_per_second"] = num_rows / seconds if seconds > 0 else 0.0
-            row["data_wait_seconds"] = waited
-            if self.mixture is not None:
-                counts = self.mixture.counts_between(row["epoch"], first, end)
-                row |= {f"{ROWS_OF}{name}": count for name, count in counts.items()}
+            epoch, num_rows = finished.number // self.split.steps, end - first - missing
+            row = row_of(
+                finished.number,
+                epoch,
+                dict(zip(self.names, means, strict=True)),
+                (finished.update.learning_rate, norm),
+                num_rows,
+                (seconds, waited),
+                None if self.mixture is None else self.mixture.counts_between(epoch, first, end),
+            )
             rows.append(row | finished.measured)
         self._rows += rows
         self.send(rows)
@@ -170,11 +155,8 @@ class History:
 
 def history_schema(names: Sequence[str], extra: Sequence[str], sources: Sequence[str] = ()) -> pa.Schema:
     """Return the columns of the history: those of every step, then `extra`, which only some steps have."""
-    numbers = [*names, "learning_rate", "gradient_norm"]
-    fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
-    fields += [("rows", pa.int64()), *((f"{ROWS_OF}{name}", pa.int64()) for name in sources)]
-    fields += [(name, pa.float64()) for name in (*CLOCKED, *extra)]
-    return pa.schema(fields)
+    columns = columns_of(names, extra, sources)
+    return pa.schema([(name, pa.int64() if kind is int else pa.float64()) for name, kind in columns.items()])
 
 
 def forget_from(folder: Storage, step: int) -> None:
@@ -298,11 +280,6 @@ def summary(run: Storage) -> dict[str, float]:
     names = list(filter(is_measured, table.column_names))
     columns = {name: (table if is_of_many(name) else until_rows).column(name).drop_null() for name in names}
     return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
-
-
-def is_of_many(name: str) -> bool:
-    """Return whether a training's metric is of an epoch or an evaluation, and not of one batch."""
-    return name.startswith(("eval_", "epoch_"))
 
 
 def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict[str, Any] | None:

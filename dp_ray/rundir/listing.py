@@ -14,10 +14,10 @@ from typing import Any
 from pyarrow import fs as pafs
 
 from dp_ray.errors import JobError, StorageError
+from dp_ray.plan.history import is_inner
 from dp_ray.plan.split import split_of_run
 from dp_ray.records import IGNORE, Record
 from dp_ray.rundir.files import CHECKPOINTS, RESULT, RESULT_JSON, RUN, RUN_JSON, SWEEP, SWEEP_JSON, steps_of
-from dp_ray.rundir.history import is_inner
 from dp_ray.rundir.lease import LEASE, LEASE_JSON, is_alive
 from dp_ray.storage import Storage, with_names
 from dp_ray.text import did_you_mean

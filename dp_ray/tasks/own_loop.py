@@ -32,13 +32,11 @@ from dp_ray.engine.update import LoopOptimizerStep, Updates
 from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.world import gathered, has_peers
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job.job import COLUMNS
 from dp_ray.job.plan import checkpoints_of
 from dp_ray.job.samples import mixture_of
 from dp_ray.job.targets import bound
-from dp_ray.plan.mixture import ROWS_OF
+from dp_ray.plan.history import ROWS_OF, is_of_further, is_taken
 from dp_ray.rundir.checkpoint import pack
-from dp_ray.rundir.history import OF_FURTHER
 from dp_ray.tasks.checkpoints import Training
 from dp_ray.tasks.early_stopping import Stopping
 from dp_ray.tasks.preflight import Facts, decided, of_pass
@@ -365,10 +363,9 @@ class LoopStep:
 
     def log(self, **numbers: Any) -> None:
         """Add numbers to the step's row of the history: numbers or scalar tensors, the same names in each step."""
-        of_each = {name for name in numbers if name.startswith("eval_") or OF_FURTHER.fullmatch(name)}
         mixture = mixture_of(self._loop._placed.dataset)
-        of_each |= {f"{ROWS_OF}{source}" for source in (() if mixture is None else mixture.names)}
-        taken = [name for name in numbers if name in COLUMNS or name in of_each]
+        of_sources = {f"{ROWS_OF}{source}" for source in (() if mixture is None else mixture.names)}
+        taken = [name for name in numbers if is_taken(name) or is_of_further(name) or name in of_sources]
         if taken:
             raise ModelError(f"step.log: {listed(taken)} is a column that each history has; give it another name")
         for name, given in numbers.items():

@@ -2,7 +2,7 @@
 
 `times/part-N.parquet` has a row for each step of each worker: COLUMNS, and the seconds of each part of PARTS.
 `reports.ReportTables` writes them on the driver. `read_step_times` leaves out what ran twice and tells waiting from
-exchanging. `time_split` gives each part's share of the time. `decide` says what limits the run: rules as pure
+exchanging. `time_split` gives each part's share of the time. `judge` says what limits the run: four rules as pure
 functions, each of which gives a Verdict with the share of the time that it would save, or nothing.
 """
 
@@ -39,17 +39,12 @@ RARE = ("checkpoint", "evaluation")  # parts that few steps have
 MUCH, LEAST = 10, 1e-4  # times the median, and seconds, from which on a step has such a part
 SLOWER = 1.3  # times as long as the others' median
 LOST = 0.15  # of a step, by one worker that is slower
-EQUAL = 1.05  # rows of two workers count as equal up to this ratio
-DATA, WAITING, OUTSIDE = 0.25, 0.25, 0.5  # shares from which on these limit a run
+DATA, EXCHANGE, CHECKPOINT = 0.25, 0.25, 0.15  # shares from which on these limit a run
+STANDS_OUT = 0.25  # from which on a part is named, though there is no rule for it
 MOST_PROCESSES = 16
-# A verdict is on so many seconds: of the run on its start and end, of its steps on all else. In less, the machine's
-# pauses of some tenths of a second weigh as much as a limit, and what the advice costs cannot be saved.
+# A verdict is on so many seconds of steps. In less, the machine's pauses of some tenths of a second weigh as much as
+# a limit, and what the advice costs cannot be saved.
 JUDGED_FROM = 5.0
-AT_THE_END = {
-    "train": ", for the weights and the last checkpoint",
-    "predict": ", for merging the outputs and proving that they are whole",
-    "evaluate": "",
-}
 COMPARED = ("data_wait", "host_to_device", "forward", "backward", "update", "outputs")
 
 
@@ -137,20 +132,17 @@ def worker_splits(table: pa.Table) -> list[WorkerSplit]:
     """Sum up each worker's steps in a table of `read_step_times`, by rank; twice for a rank that changed its node."""
     if not len(table):
         return []
-    names = table["node"].combine_chunks().dictionary.to_pylist()
-    rank, place = numbers(table["rank"]), numbers(table["node"])
-    _, first, worker = np.unique(rank.astype(np.int64) * len(names) + place, return_index=True, return_inverse=True)
-    summed = [None, *(numbers(table[name]) for name in ("rows", *STEP_PARTS))]
-    steps, rows, *seconds = (np.bincount(worker, weights).tolist() for weights in summed)
+    summed = [(name, "sum") for name in ("rows", *STEP_PARTS)]
+    groups = table.group_by(["rank", "node"]).aggregate([([], "count_all"), *summed]).to_pylist()
     splits = [
         WorkerSplit(
-            int(rank[row]),
-            names[place[row]],
-            steps[number],
-            int(rows[number]),
-            {part: each[number] for part, each in zip(STEP_PARTS, seconds, strict=True)},
+            group["rank"],
+            group["node"],
+            group["count_all"],
+            group["rows_sum"],
+            {part: group[f"{part}_sum"] for part in STEP_PARTS},
         )
-        for number, row in enumerate(first.tolist())
+        for group in groups
     ]
     return sorted(splits, key=lambda worker: (worker.rank, worker.node))
 
@@ -223,139 +215,48 @@ class Verdict:
     text: str
 
 
-@dataclass(frozen=True)
-class Outside:
-    """The seconds of a whole run, and how many of them are before its first step and after its last."""
-
-    seconds: float
-    before: float
-    after: float
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """The facts of a run that the rules need beside its steps.
-
-    `starts_workers` is false within a session and without Ray. `outside` is None of a run that has not finished, or
-    that several drivers ran.
-    """
-
-    task: str = "train"
-    processes: int = 0
-    starts_workers: bool = True
-    outside: Outside | None = None
-
-
-# Of a part of the step: the share from which on it limits a run, and a sentence for that share.
-LIMITS = {
-    "exchange": (
-        0.25,
-        "the exchange is the limit: {} of the step is summing gradients over the workers; "
-        "a larger batch_size needs fewer exchanges, fewer workers make each cheaper",
-    ),
-    "checkpoint": (
-        0.15,
-        "the storage is the limit: {} of the time is waiting for checkpoints; "
-        "raise checkpoint.every_steps or checkpoint.every_seconds, or use a faster storage",
-    ),
-    "evaluation": (
-        0.3,
-        "evaluations are the limit: {} of the time; raise eval.every_steps or eval.every_epochs, or eval.batch_size",
-    ),
-    "outputs": (
-        0.3,
-        "writing is the limit: {} of the step is moving and writing outputs; "
-        "keep less with outputs.keep, outputs.dtype or outputs.after, or use a faster storage",
-    ),
-}
-OF_RANK_0 = "checkpoint"  # it alone writes checkpoints, so that its share counts, and not that of all workers
-
-
-def facts_of(job: Mapping[str, Any], outside: Outside | None = None, starts_workers: bool = True) -> RunFacts:
-    """Return the facts of a described job, as in `run.json`."""
+def verdict_of(table: pa.Table, job: Mapping[str, Any]) -> Verdict | None:
+    """Return the verdict on a table of `read_step_times`, of a described job; None without a step."""
     processes = (job.get("loader") or {}).get("processes", 0)
-    return RunFacts(job.get("task", "train"), processes, job.get("workers") != 0 and starts_workers, outside)
+    return judge(worker_splits(steady(table)), processes) if len(table) else None
 
 
-def verdict_of(table: pa.Table, facts: RunFacts) -> Verdict | None:
-    """Return the verdict on a table of `read_step_times`; None without a step."""
-    return judge(worker_splits(steady(table)), facts) if len(table) else None
+def judge(workers: Sequence[WorkerSplit], processes: int = 0) -> Verdict:
+    """Return the verdict on the workers' steps, whose data came from so many processes of each.
 
-
-def judge(workers: Sequence[WorkerSplit], facts: RunFacts) -> Verdict:
-    """Return the verdict on the workers' steps.
-
-    What is outside of the steps comes first, then the rule with the largest share. Only keys of a job are advised.
-    Steps of less than `JUDGED_FROM` seconds are too few to judge.
+    Of the four rules, the one with the largest share counts. Only keys of a job are advised. Steps of less than
+    `JUDGED_FROM` seconds are too few to judge.
     """
-    verdicts = [_slower(worker, part, workers) for part in COMPARED for worker in workers]
-    verdicts += [_data(workers, facts.processes), *(_limited(part, workers) for part in LIMITS)]
-    largest = max(filter(None, verdicts), key=lambda verdict: verdict.share, default=None)
-    return _outside(facts) or _short(workers) or largest or _waiting(workers) or _balanced(workers)
-
-
-def _outside(facts: RunFacts) -> Verdict | None:
-    """Return the verdict on a run most of whose seconds are not in its steps."""
-    if facts.outside is None or facts.outside.seconds < JUDGED_FROM:
-        return None
-    whole = facts.outside.seconds
-    before, after = facts.outside.before, facts.outside.after
-    if facts.starts_workers and before >= OUTSIDE * whole:
-        return Verdict(
-            "start-up",
-            before / whole,
-            f"start-up is the limit: {percent(before / whole)} of {whole:.0f} s are before the first step; "
-            "run several such jobs in one session (dp_ray.session), or a small one with workers: 0",
-        )
-    if after < OUTSIDE * whole:
-        return None
-    text = f"the end is the limit: {percent(after / whole)} of {whole:.0f} s are after the last step"
-    return Verdict("end", after / whole, f"{text}{AT_THE_END[facts.task]}; use a faster storage")
-
-
-def _short(workers: Sequence[WorkerSplit]) -> Verdict | None:
-    """Return the verdict on steps that are too few to judge."""
+    shares = shares_of(workers)
     seconds = max(worker.total for worker in workers)
-    if seconds >= JUDGED_FROM:
-        return None
-    text = (
-        f"too short to judge: the steps behind these shares took {seconds:.2g} s, a verdict takes {JUDGED_FROM:g} s"
-    )
-    return Verdict("short", 0.0, text)
+    if seconds < JUDGED_FROM:
+        took = f"the steps behind these shares took {seconds:.2g} s, a verdict takes {JUDGED_FROM:g} s"
+        return Verdict("short", 0.0, f"too short to judge: {took}")
+    verdicts = [_slow_worker(workers), _data(shares["data_wait"], processes)]
+    verdicts += [_exchange(shares["exchange"]), _storage(workers)]
+    largest = max(filter(None, verdicts), key=lambda verdict: verdict.share, default=None)
+    return largest or _no_limit(shares)
 
 
-def _limited(part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
-    """Return the verdict on a part of the step; None below its limit."""
-    limit, says = LIMITS[part]
-    groups = [[worker] for worker in workers] if part == OF_RANK_0 else [workers]
-    share = max(shares_of(group)[part] for group in groups)
-    return Verdict(part, share, says.format(percent(share))) if share >= limit else None
+def _slow_worker(workers: Sequence[WorkerSplit]) -> Verdict | None:
+    """Return the verdict on the worker that costs the others most by being slower than they in a part, a row."""
+    found = []
+    for worker in (worker for worker in workers if worker.rows and worker.total):
+        others = [other for other in workers if other is not worker and other.rows]
+        for part in COMPARED if others else ():
+            mine = worker.seconds[part] / worker.rows
+            theirs = median(other.seconds[part] / other.rows for other in others)
+            share = (mine - theirs) * worker.rows / worker.total
+            if share >= LOST and mine >= SLOWER * theirs:
+                times = f"{mine / theirs:.1f} times" if theirs > 0.01 * mine else "much"
+                look = "what its node reads from" if part == "data_wait" else "its node, and what else runs there"
+                text = f"worker {worker.rank} on {worker.node} is {times} slower in {part.replace('_', ' ')}"
+                text += f" than the others for each row: look at {look}"
+                found.append(Verdict("slow worker", share, text))
+    return max(found, key=lambda verdict: verdict.share, default=None)
 
 
-def _slower(worker: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
-    """Return the verdict on a worker that is slower than the others in a part, a row; None if it is not."""
-    others = [other for other in workers if other is not worker and other.rows]
-    if not others or not worker.rows:
-        return None
-    mine, theirs = worker.seconds[part] / worker.rows, median(other.seconds[part] / other.rows for other in others)
-    share = (mine - theirs) * worker.rows / worker.total if worker.total else 0.0
-    if share < LOST or mine < SLOWER * theirs:
-        return None
-    times = f"{mine / theirs:.1f} times" if theirs > 0.01 * mine else "much"
-    alone = all(other.node != worker.node for other in others)
-    who = f"worker {worker.rank} on {worker.node}"
-    rows = "with equal rows" if _are_equal([each.rows / each.steps for each in [worker, *others]]) else "for each row"
-    if part == "data_wait":
-        cause = "what its node reads from" if alone else "its processes, or its samples"
-        text = f"{who} waits {times} longer for data than the others {rows}: {cause}, not the model"
-        return Verdict("slow data of a worker", share, text)
-    cause = "the node" if alone else "its device, or what else runs there"
-    text = f"{who} is {times} slower in {part.replace('_', ' ')} than the others {rows}: {cause}, not the data"
-    return Verdict("slow worker", share, text)
-
-
-def _data(workers: Sequence[WorkerSplit], processes: int) -> Verdict | None:
-    share = shares_of(workers)["data_wait"]
+def _data(share: float, processes: int) -> Verdict | None:
     if share < DATA:
         return None
     # So many keep up with the rest of the step, if `processes` of them leave this share of it waiting.
@@ -368,31 +269,30 @@ def _data(workers: Sequence[WorkerSplit], processes: int) -> Verdict | None:
     return Verdict("loaders", share, text)
 
 
-def _waiting(workers: Sequence[WorkerSplit]) -> Verdict | None:
-    """Return the verdict on workers that wait for each other, though no single one of them is slow a row."""
-    share = shares_of(workers)["waiting"]
-    if share < WAITING:
+def _exchange(share: float) -> Verdict | None:
+    if share < EXCHANGE:
         return None
-    most, least = max(workers, key=lambda worker: worker.rows), min(workers, key=lambda worker: worker.rows)
-    why = "none of them is always the slowest: their steps differ, as with samples of different lengths"
-    if not _are_equal([most.rows, least.rows]):
-        why = (
-            f"worker {most.rank} runs {most.rows} rows and worker {least.rank} {least.rows}: "
-            "choose shards and batch_size as multiples of workers"
-        )
-    return Verdict("waiting", share, f"the workers wait for each other in {percent(share)} of the step; {why}")
+    text = f"the exchange is the limit: {percent(share)} of the step is summing gradients over the workers; "
+    text += "a larger batch_size needs fewer exchanges, fewer workers make each cheaper"
+    return Verdict("exchange", share, text)
 
 
-def _balanced(workers: Sequence[WorkerSplit]) -> Verdict:
-    shares = shares_of(workers)
-    compute = round(shares["forward"] + shares["backward"], 4)
-    if compute >= 0.5 or not any(shares.values()):
+def _storage(workers: Sequence[WorkerSplit]) -> Verdict | None:
+    # Rank 0 alone writes checkpoints, so that its share counts, and not that of all workers.
+    share = max(shares_of([worker])["checkpoint"] for worker in workers)
+    if share < CHECKPOINT:
+        return None
+    text = f"the storage is the limit: {percent(share)} of the time is waiting for checkpoints; "
+    text += "raise checkpoint.every_steps or checkpoint.every_seconds, or use a faster storage"
+    return Verdict("checkpoint", share, text)
+
+
+def _no_limit(shares: Mapping[str, float]) -> Verdict:
+    """Return what the time goes to, where no rule has an advice: the model's work, or the largest parts."""
+    if max(share for part, share in shares.items() if part not in ("forward", "backward")) < STANDS_OUT:
         both = "forward and backward" if shares["backward"] else "forward"
+        compute = round(shares["forward"] + shares["backward"], 4)
         return Verdict("balanced", 0.0, f"no part stands out: {percent(compute)} is {both}")
     largest = sorted(shares, key=lambda part: -shares[part])[:3]
     parts = listed([f"{part.replace('_', ' ')} {percent(shares[part])}" for part in largest])
-    return Verdict("balanced", 0.0, f"no part stands out: {parts}")
-
-
-def _are_equal(rows: Sequence[float]) -> bool:
-    return max(rows) <= EQUAL * min(rows)
+    return Verdict("parts", 0.0, f"the largest parts: {parts}")

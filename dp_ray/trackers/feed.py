@@ -24,9 +24,10 @@ import pyarrow.compute as pc
 
 from dp_ray.errors import Error, StorageError
 from dp_ray.job.files import dotted
+from dp_ray.plan.history import is_inner
 from dp_ray.records import IGNORE, Record
 from dp_ray.rundir.files import RESULT_JSON, kept_job
-from dp_ray.rundir.history import history_of, history_so_far, is_inner
+from dp_ray.rundir.history import history_of, history_so_far
 from dp_ray.storage import Storage
 from dp_ray.system.threads import if_longer
 from dp_ray.tables import numbers

@@ -17,8 +17,8 @@ from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError, ModelError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.outputs import parts
+from dp_ray.plan.history import CLOCKED
 from dp_ray.rundir.checkpoint import CheckpointWriter
-from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.start import read_start
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import write_tensors

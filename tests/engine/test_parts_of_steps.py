@@ -14,13 +14,9 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.driver import run as driver
-from dp_ray.driver.run import Options
 from dp_ray.engine.clock import PARTS, DeviceClock, DevicePlace, Part, StepClock, TimedStep
 from dp_ray.engine.world import World
-from dp_ray.job.job import Job
 from dp_ray.messages import Report, TimedSteps
-from dp_ray.monitor.in_process import InProcess
 from dp_ray.storage import Storage
 from dp_ray.telemetry import reports
 from dp_ray.telemetry.reports import ReportTables
@@ -121,22 +117,9 @@ class SlowlyBuilt(SlowReads):
         time.sleep(STEPS * 6 * SECONDS)
 
 
-class Own(InProcess):
-    """Runs a job here, and says that its workers start with it."""
-
-    starts_workers = True
-    is_here = False
-
-
-class Shared(InProcess):
-    """Runs a job here, as workers do that are there already."""
-
-    is_here = False
-
-
 @pytest.mark.full
 @pytest.mark.slow
-def test_the_seconds_outside_of_the_steps_are_told_with_the_verdict(tmp_path: Path) -> None:
+def test_the_seconds_outside_of_the_steps_are_told(tmp_path: Path) -> None:
     """The driver and the worker build the dataset, so that most of the time is before the first step."""
     result = ran(tmp_path, "predict", dataset=SlowlyBuilt)
     before, after = result.seconds_before_steps, result.seconds_after_steps
@@ -144,34 +127,6 @@ def test_the_seconds_outside_of_the_steps_are_told_with_the_verdict(tmp_path: Pa
     assert before >= STEPS * 12 * SECONDS and 0 < after < result.seconds - before
     steps = sum(sum(seconds_of(read_step_times(result.storage()), part)) for part in STEP_PARTS)
     assert result.seconds - before - after == pytest.approx(steps, abs=0.5)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"model": SlowModel, "dataset": SlowlyBuilt, "inputs": "first", "batch_size": 4, "workers": 1}
-    monkeypatch.setattr("dp_ray.telemetry.times.JUDGED_FROM", 0.0)
-    job = Job.make({**given, "task": "predict", "storage": str(tmp_path)}, "job")
-    monkeypatch.setattr(driver, "own_workers", lambda *_: Own())
-    own = driver.execute(job, Options(quiet=True))
-    shared = driver.execute(job, Options(quiet=True, overwrite=True), Shared())
-    assert "start-up is the limit" in str(own.verdict)
-    assert str(shared.verdict).startswith("loaders are the limit"), "its workers are there already"
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_start_up_is_not_the_limit_of_what_several_drivers_ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dp_ray.telemetry.times.JUDGED_FROM", 0.0)
-    monkeypatch.setattr(driver, "own_workers", lambda *_: Own())
-    given = {"model": SlowModel, "dataset": SlowlyBuilt, "batch_size": 4, "workers": 1, "storage": str(tmp_path)}
-    given |= {"task": "train", "loss": nn.CrossEntropyLoss, "optimizer": torch.optim.SGD}
-    first = driver.execute(Job.make(given, "job"), Options(quiet=True))
-    longer = driver.execute(Job.make({**given, "epochs": 2}, "job"), Options(quiet=True, resume=True))
-    assert "start-up is the limit" in str(first.verdict) and longer.seconds_before_steps is not None
-    assert "start-up" not in str(longer.verdict), "its seconds are not those of all of its steps"
 
 
 class Stream:

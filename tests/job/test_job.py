@@ -6,7 +6,8 @@ import pytest
 
 from dp_ray.errors import JobError
 from dp_ray.job.files import job_from
-from dp_ray.job.job import COLUMNS, Job
+from dp_ray.job.job import Job
+from dp_ray.plan.history import COLUMNS
 from dp_ray.rundir.history import history_schema
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}

@@ -84,9 +84,7 @@ def test_every_chart_has_its_marks(report: Any) -> None:
     for chart in charts:
         assert shows(BLUE, chart)
     assert shows(VERMILLION, charts[0]), "the evaluation, the second series"
-    slow, rows = report.query_selector_all("[data-heat] .plot")
-    for heat_map in (slow, rows):
-        assert YELLOW in colours(heat_map), "the third worker has most"
+    assert YELLOW in colours(report.query_selector("[data-heat] .plot")), "the third worker has most"
     assert len(colours(report.query_selector("[data-parts] .plot"))) > 10
 
 
@@ -129,7 +127,7 @@ def test_it_zooms_by_mouse_and_by_keyboard(report: Any) -> None:
     start, end = view(report)
     assert 40 < start < 110 and 110 < end < 170
     ranges = "[...dpRay.drawn.values()].map(about => about.figure.x_range.start)"
-    assert report.evaluate(ranges) == [start] * 9, "all charts show the same steps"
+    assert report.evaluate(ranges) == [start] * 8, "all charts show the same steps"
     report.focus(".plot")
     report.keyboard.press("0")
     assert view(report) == [0, STEPS]
@@ -171,17 +169,16 @@ def smoothed(values: Any, weight: float) -> list[float]:
 
 
 def check_fits(page: Any, width: int, back: str) -> None:
-    colour = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.evaluate(colour) == back
-    page.click("#theme")
-    assert page.evaluate(colour) == ({LIGHT, DARK} - {back}).pop()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == back
 
 
 def test_it_fits_a_wide_screen_in_the_light(report: Any, compared: Any) -> None:
     for page in (report, compared):
         check_fits(page, 1600, LIGHT)
-        page.click("#theme")
+        page.emulate_media(color_scheme="dark")
+        check_fits(page, 1600, DARK)
+        page.emulate_media(color_scheme="light")
 
 
 def test_it_fits_a_narrow_one_in_the_dark(browser: Browser, run: Storage) -> None:
@@ -196,19 +193,7 @@ def test_all_is_reached_by_keyboard(report: Any) -> None:
     for _ in range(60):
         report.keyboard.press("Tab")
         reached.add(report.evaluate("document.activeElement.id || document.activeElement.className"))
-    assert {"skip", "theme", "smoothing", "reset", "plot"} <= reached
-
-
-def test_a_run_that_goes_on_is_shown_anew_in_place(browser: Browser, run: Storage, tmp_path: Path) -> None:
-    live = Storage(str(tmp_path / "live"))
-    write_run(live, STEPS, status="done")
-    for steps in (50, 100):
-        write_history(live, history(steps))
-        live.write_text(f"{steps}.html", page_of(live))
-    with browser.opened(file(live, "50.html")) as page:
-        page.evaluate("html => dpRay.refresh(html)", file(live, "100.html").read_text())
-        assert page.evaluate("dpRay.drawn.get('chart-0').parts[0].raw.data.x.length") == 100
-        assert view(page) == [0, 99]
+    assert {"skip", "smoothing", "reset", "plot"} <= reached
 
 
 def test_an_axis_of_few_steps_has_whole_numbers(browser: Browser, tmp_path: Path) -> None:
@@ -242,23 +227,18 @@ def test_an_axis_of_few_steps_has_whole_numbers(browser: Browser, tmp_path: Path
     assert set(labels) == {"step"}
 
 
-def test_zooming_into_twenty_thousand_steps_shows_each(browser: Browser, tmp_path: Path) -> None:
-    steps, (first, last) = 20_000, (7_000, 7_100)
+def test_of_twenty_thousand_steps_each_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    steps = 20_000
     run = Storage(str(tmp_path / "run"))
     write_run(run, steps)
     losses = np.random.default_rng(0).normal(0, 1, steps)
-    losses[12_345] = 50
     write_history(run, history(steps, loss=losses))
     run.write_text("report.html", page_of(run))
-    data = "(({x, y}) => [[...x], [...y]])(dpRay.drawn.get('chart-0').parts[0].raw.data)"
     with browser.opened(file(run)) as page:
-        x, y = page.evaluate(data)
-        assert len(x) <= 3002 and (12_345, 50) in zip(x, y, strict=True) and x == sorted(x)
-        page.evaluate(f"dpRay.show({first}, {last})")
-        x, y = page.evaluate(data)
-        assert x == list(range(first - 1, last + 2)) and y == losses[first - 1 : last + 2].tolist()
-        page.evaluate(f"dpRay.show(0, {steps})")
-        assert len(page.evaluate(data)[0]) > 2000
+        x, y = page.evaluate("(({x, y}) => [[...x], [...y]])(dpRay.drawn.get('chart-0').parts[0].raw.data)")
+        assert x == list(range(steps)) and y == losses.tolist()
+        zoom = "began = performance.now(), dpRay.show(7000, 7100), performance.now() - began"
+        assert page.evaluate(zoom.replace("began = performance.now()", "window.began = performance.now()", 1)) < 2000
 
 
 def test_a_million_steps_open_soon_and_hide_no_spike(browser: Browser, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""`dp-ray watch`: a run in lines and on a page that it serves, whatever state the run is in."""
+"""`dp-ray watch`: a run in lines, whatever state the run is in."""
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,8 @@ from click.testing import CliRunner
 import dp_ray
 from dp_ray.cli.main import cli
 from dp_ray.cli.runs import watched_lines
-from dp_ray.errors import JobError
 from dp_ray.monitor import console
-from dp_ray.report import server as servers
-from dp_ray.report.server import LivePage, WatchServer
+from dp_ray.report.page import page_of
 from dp_ray.rundir import listing
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history import HISTORY
@@ -142,7 +138,7 @@ def test_a_name_or_an_error_cannot_act_on_the_terminal(tmp_path: Path) -> None:
     run = claimed(tmp_path).storage
     run.write_text("result.json", json.dumps({"status": "failed", "error": "bad\x1b]0;title\x07\rthing"}))
     (tmp_path / "run").rename(tmp_path / "a\x1b[2Jb")
-    done = CliRunner().invoke(cli, ["watch", str(tmp_path / "a\x1b[2Jb"), "--plain"], color=True)
+    done = CliRunner().invoke(cli, ["watch", str(tmp_path / "a\x1b[2Jb")], color=True)
     assert all(line.isprintable() for line in done.stdout.splitlines())
     assert r"a\x1b[2Jb: failed" in done.stdout and done.exit_code == 0
 
@@ -166,119 +162,16 @@ def test_a_finished_run_is_told_once(tmp_path: Path) -> None:
     assert line.startswith("one: done, 24/24 steps, ") and f"loss {result.metrics['loss']:.6g}" in line
 
 
-@contextlib.contextmanager
-def served(run: Storage, host: str = "127.0.0.1") -> Iterator[WatchServer]:
-    server = WatchServer(LivePage(run), host, 0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def asked(server: WatchServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
-    connection.request(method, path, headers=headers)
-    answer = connection.getresponse()
-    found = answer.status, answer.read(), answer.headers
-    connection.close()
-    return found
-
-
-def test_only_who_has_the_token_and_the_right_host_gets_the_page(tmp_path: Path) -> None:
-    with served(Storage(str(tmp_path / "run"))) as server:
-        path = f"/?token={server.token}"
-        assert server.url == f"http://127.0.0.1:{server.server_address[1]}{path}"
-        status, body, headers = asked(server, path)
-        assert status == 200 and b"There is no run at" in body
-        assert headers["Referrer-Policy"] == "no-referrer" and headers["X-Frame-Options"] == "DENY"
-        assert asked(server, path, "HEAD")[:2] == (200, b"")
-        for wrong in ("/", "/?token=", f"/?token={server.token}x", f"/?token={server.token[:-1]}", "/?token=%ff"):
-            assert asked(server, wrong)[0] == 403
-        for host in ("evil.example", "127.0.0.1.evil.example", "", "evil.example:80"):
-            assert asked(server, path, Host=host)[0] == 403
-        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1234", "[::1]:80"):
-            assert asked(server, path, Host=host)[0] == 200
-        for other in ("/run.json", "/../run.json", "//evil.example/"):
-            assert asked(server, f"{other}?token={server.token}")[0] == 404
-        assert asked(server, path, "POST")[0] == 501
-
-
-def test_a_page_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short_training(tmp_path, "one", epochs=1)
-    monkeypatch.setattr(servers, "page_of", lambda run, live: dict[str, str]()["<b>"])
-    with served(Storage(str(tmp_path / "one"))) as server:
-        _, body, _ = asked(server, f"/?token={server.token}")
-    assert b"The page cannot be made: KeyError: &#x27;&lt;b&gt;&#x27;" in body
-
-
-def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
-    with served(Storage(str(tmp_path))) as server:
-        port = server.server_address[1]
-        with pytest.raises(JobError, match=rf"--host 127.0.0.1 --port {port}: cannot be served"):
-            WatchServer(LivePage(Storage(str(tmp_path))), "127.0.0.1", port)
-
-
-def test_a_page_that_the_browser_has_is_not_sent_again(tmp_path: Path) -> None:
-    short_training(tmp_path, "one", epochs=1)
-    with served(Storage(str(tmp_path / "one"))) as server:
-        path = f"/?token={server.token}"
-        status, body, headers = asked(server, path)
-        assert (status, b"one" in body) == (200, True)
-        assert asked(server, path, **{"If-None-Match": headers["ETag"]})[:2] == (304, b"")
-
-
-@pytest.mark.slow
-def test_the_page_of_a_run_grows_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a real browser: from no run to its end, without a reload by hand and without an error."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    chromium = "/usr/bin/chromium"
-    if not Path(chromium).exists():
-        pytest.skip("needs Debian's chromium")
-    monkeypatch.setattr(servers, "LIVE_SECONDS", 0.5)
-    run, errors = Storage(str(tmp_path / "run")), list[str]()
-    server = WatchServer(LivePage(run), "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        with playwright.sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-            page = browser.new_page()
-            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.goto(server.url)
-            assert "There is no run at" in page.inner_text("body")
-            with held_by(claimed(tmp_path)):
-                page.wait_for_function("document.body.innerText.includes('6 of 10')", timeout=30000)
-                assert "running" in page.inner_text("body")
-                page.evaluate("window.scrollTo(0, 200)")
-                in_files(run, 6, 9)
-                page.wait_for_function("document.body.innerText.includes('9 of 10')", timeout=30000)
-                assert page.evaluate("window.scrollY") == 200
-            page.wait_for_function("document.body.innerText.includes('killed')", timeout=30000)
-            browser.close()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    assert errors == []
-
-
 @pytest.mark.full
 @pytest.mark.slow
-def test_the_command_serves_the_url_that_it_prints_until_ctrl_c(tmp_path: Path) -> None:
+def test_the_command_prints_lines_until_ctrl_c(tmp_path: Path) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    pipes["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes["env"] = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "dp_ray", "watch", str(tmp_path / "run")]
     with subprocess.Popen(command, **pipes) as process:
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            with urllib.request.urlopen(url, timeout=60) as answer:
-                assert (answer.status, b"There is no run at" in answer.read()) == (200, True)
+            assert process.stdout.readline() == "run: waiting, there is no run yet\n"
         finally:
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -306,9 +199,8 @@ def test_a_run_in_an_object_store_is_watched(server: Any) -> None:
     dp_ray.run(**{**_keys(server.url("watch")), "name": "one"})
     (line,) = watched_lines(run)
     assert line.startswith("one: done, ")
-    with served(run) as page_server:
-        status, body, _ = asked(page_server, f"/?token={page_server.token}")
-    assert status == 200 and b"one" in body and b"hush" not in body
+    page = page_of(run)
+    assert "one" in page and "hush" not in page
 
 
 def _keys(storage: str) -> dict[str, Any]:

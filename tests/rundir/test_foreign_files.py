@@ -30,7 +30,7 @@ CLEARS = "\x1b[2J<script>alert(1)</script>"  # a terminal, and a page that does 
 COMMANDS = (
     *(("report", "RUN"), ("report", "RUN", "--json"), ("report", "RUN", "--shapes"), ("report", "RUN", "--html")),
     *(("compare", "RUN", "OTHER"), ("compare", "OTHER", "RUN", "--json"), ("compare", "RUN", "OTHER", "--html", "X")),
-    *(("list", "ALL"), ("list", "ALL", "--json"), ("watch", "RUN", "--plain"), ("track", "RUN")),
+    *(("list", "ALL"), ("list", "ALL", "--json"), ("watch", "RUN"), ("track", "RUN")),
 )
 ODD: tuple[Any, ...] = (None, CLEARS, -1, 1e308, float("nan"), [], {}, [1, "a"], {"a": {"b": None}}, True, "\ud800")
 

@@ -11,8 +11,8 @@ from torch import nn
 import dp_ray
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
+from dp_ray.plan.history import CLOCKED
 from dp_ray.rundir.checkpoint import load_checkpoint
-from dp_ray.rundir.history import CLOCKED
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import TrainingView
 from tests.support import training

@@ -10,7 +10,7 @@ from typing import Any
 
 import dp_ray
 from dp_ray.cluster.internals.variables import VARIABLES
-from dp_ray.rundir.history import CLOCKED
+from dp_ray.plan.history import CLOCKED
 from tests.support.cluster import ROOT, Cluster
 
 SLOW: dict[str, Any] = {

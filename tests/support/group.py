@@ -22,7 +22,7 @@ from dp_ray.engine.user_code import free_memory
 from dp_ray.engine.world import World, everyone, form_group, leave_group
 from dp_ray.job.job import Job
 from dp_ray.messages import Measured, Report, StepControl
-from dp_ray.rundir.history import CLOCKED
+from dp_ray.plan.history import CLOCKED
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.tasks.setup import Context

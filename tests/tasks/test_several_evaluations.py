@@ -19,9 +19,10 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import measured_by, named_evals
 from dp_ray.messages import StepControl
 from dp_ray.plan.costs import plan_table
+from dp_ray.plan.history import is_inner
 from dp_ray.report.charts import charts_of
 from dp_ray.rundir.files import has_kept_nothing
-from dp_ray.rundir.history import history_so_far, is_inner, read_history
+from dp_ray.rundir.history import history_so_far, read_history
 from dp_ray.rundir.quarantine import merge_quarantine
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import chosen_metric
