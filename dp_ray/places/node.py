@@ -330,7 +330,7 @@ class _First(_Host):
 
     def _name(self, rank: int) -> str:
         guest = self.guests.get(rank)
-        return f"host {rank} ({guest.host})" if guest and not self.place.names else self.place.name(rank)
+        return f"host {rank} ({guest.host})" if guest else self.place.name(rank)
 
 
 class _RunOver(Exception):
