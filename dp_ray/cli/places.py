@@ -1,7 +1,6 @@
 """The commands that bring a job to the hosts that a launcher gives: node, slurm, kuberay."""
 
 import json
-import logging
 import os
 import shlex
 import sys
@@ -121,18 +120,23 @@ def slurm(
 @options.KEYS
 @click.option("--image", required=True, help="The pods' image: Python, Ray, torch and dp_ray, as here.")
 @click.option("--claim", help="A PersistentVolumeClaim that all pods mount at /storage; STORAGE is below that then.")
-@click.option("--code-in", metavar="DIR", help="Where the pods have your code; then none is sent.")
+@click.option(
+    "--code-in",
+    metavar="DIR|URL",
+    required=True,
+    help="Where the pods have your code: a folder, or a zip that Ray reads.",
+)
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of worker pods.")
 @click.option("--gpus-per-node", type=click.IntRange(0), default=0, help="GPUs of a worker pod.")
 @click.option(
     "--out", metavar="FILE", type=click.File("w", atomic=True), default="-", help="File to write; default stdout."
 )
 def kuberay(
-    job_file: str, image: str, claim: str | None, code_in: str | None, nodes: int, out: TextIO, **flags: Any
+    job_file: str, image: str, claim: str | None, code_in: str, nodes: int, out: TextIO, **flags: Any
 ) -> None:
-    """Print a job as a RayJob for KubeRay, for `kubectl apply -f`; its code goes to the storage as a zip.
+    """Print a job as a RayJob for KubeRay, for `kubectl apply -f`.
 
-    The rest, as what a pod asks for, stands in the manifest with comments: edit it.
+    What a pod asks for, and all else, stands in the manifest with comments: edit it.
     """
     from dp_ray.places.kuberay import CLAIM, ID, IMAGE, kubernetes_name
     from dp_ray.places.templates import filled
@@ -144,9 +148,15 @@ def kuberay(
     if path.is_absolute() or not path.resolve().is_relative_to(Path.cwd()):
         raise JobError(f"{job_file}: name it as it stands below {Path.cwd()}, the folder that holds the code")
     job = load_job(job_file, keys.overrides())
-    storage = _storage_of_pods(job.storage, claim, code_in)
+    storage = _storage_of_pods(job.storage, claim)
     keys = replace(keys, name=job.run_name, storage=storage)
-    command = ["python", "-m", "dp_ray.cli.in_kubernetes", str(Path(code_in or "", job_file)), *keys.arguments()]
+    command = [
+        "python",
+        "-m",
+        "dp_ray.cli.in_kubernetes",
+        job_file if "://" in code_in else str(Path(code_in, job_file)),
+        *keys.arguments(),
+    ]
     check_no_secret(command, "the manifest; put it into a secret of Kubernetes, which envFrom names in the manifest")
     run_dir, gpus = f"{storage.rstrip('/')}/{job.run_name}", flags["gpus_per_node"]
     stops = "preStop: {exec: {command: [python, -m, dp_ray, stop, --run-again, "
@@ -164,56 +174,27 @@ def kuberay(
     if claim is not None:
         lines["# - {name: storage, mount"] = "- {name: storage, mountPath: /storage}"
         lines["# - {name: storage, pers"] = f'- {{name: storage, persistentVolumeClaim: {{claimName: "{claim}"}}}}'
-    if code_in is not None:
-        lines |= {"working_dir:": "# working_dir: none", "# PYTHONPATH:": f"PYTHONPATH: {json.dumps(code_in)}"}
+    if "://" in code_in:
+        lines["working_dir:"] = f"working_dir: {json.dumps(code_in)}"
     else:
-        lines["working_dir:"] = f"working_dir: {json.dumps(_leave_code(storage))}"
+        lines |= {"working_dir:": "# working_dir: none", "# PYTHONPATH:": f"PYTHONPATH: {json.dumps(code_in)}"}
     click.echo(filled("rayjob.yaml", lines), nl=False, file=out)
 
 
-def _storage_of_pods(storage: str, claim: str | None, code_in: str | None) -> str:
+def _storage_of_pods(storage: str, claim: str | None) -> str:
     """Return the storage as the pods see it: a URL, or a folder of the claim. Raises JobError if it is none."""
     if "://" in storage:
         if claim is not None:
             raise JobError(f"--claim {claim}: the storage is {hide(storage)}, so no claim is needed; leave one out")
-        if "?" in storage and code_in is None:
-            raise JobError(f"{hide(storage)}: Ray reads no code from a URL with options; give --code-in")
         return storage
     if claim is None:
         raise JobError(
             f"storage: {storage} is a folder of this machine, and pods share none; give --storage s3://bucket/runs, "
             "or --claim NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany)"
         )
-    if code_in is None:
-        raise JobError(
-            f"--claim {claim}: also give --code-in, where the pods have your code: a folder of the image, or "
-            "/storage/code, to which you copy it by `kubectl cp`"
-        )
     if not Path("/storage", storage).is_relative_to("/storage"):
         raise JobError(f"storage: {storage} is not below /storage, where the pods mount the claim {claim}")
     return str(Path("/storage", storage))
-
-
-def _leave_code(storage: str) -> str:
-    """Leave the folder in which the user stands, and dp_ray, in the storage as a zip; return its URL."""
-    from dp_ray.cluster.connect import code_to_ship
-    from dp_ray.cluster.internals.core import packed_files
-    from dp_ray.places.kuberay import zipped
-    from dp_ray.storage import Storage
-
-    logging.getLogger("ray").setLevel("ERROR")  # it tells of ignore files
-    code = code_to_ship()
-    here, package = Path(code["working_dir"]), Path(code["py_modules"][0])
-    files = {path.relative_to(here): path for path in packed_files(str(here), code["excludes"])}
-    files |= {path.relative_to(package.parent): path for path in packed_files(str(package), ())}
-    name, data = zipped(files)
-    target = Storage(storage)
-    if target.size(name) != len(data):
-        if not target.is_atomic:
-            target.create()
-        with target.writing(name) as stream:
-            stream.write(data)
-    return f"{storage.rstrip('/')}/{name}"
 
 
 def jobs_of(command: tuple[str, ...], may_lack: bool = False) -> list[Job]:

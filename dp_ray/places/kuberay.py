@@ -1,4 +1,4 @@
-"""What a RayJob of KubeRay needs beside its manifest: its code as a zip, names that Kubernetes takes, and its end.
+"""What a RayJob of KubeRay needs beside its manifest: names that Kubernetes takes, and a note of its end.
 
 A RayJob has no policy by exit status: with `backoffLimit` it runs every failed job again, each time on a new cluster.
 So the job's entrypoint (`cli/in_kubernetes.py`) notes its last exit status in the run directory, with an id that the
@@ -7,12 +7,8 @@ would mend, ends with that status at once.
 """
 
 import hashlib
-import io
 import re
-import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from dp_ray.errors import BAD_JOB, DONE, FAILED
 from dp_ray.records import IGNORE, Record
@@ -32,7 +28,6 @@ IMAGE = (
     "an image, as registry.example/team/name:tag, whose name has small letters",
 )
 LONGEST, HASH = 47, 6  # characters of a RayJob's name, KubeRay's limit; and of the hash that tells long ones apart
-TIME = (1980, 1, 1, 0, 0, 0)  # of each file in a package, so that the same files make the same bytes
 
 
 @dataclass(frozen=True)
@@ -64,16 +59,3 @@ def kubernetes_name(run_name: str) -> str:
     if len(name) <= LONGEST:
         return name
     return f"{name[: LONGEST - HASH - 1].rstrip('-')}-{hashlib.sha256(run_name.encode()).hexdigest()[:HASH]}"
-
-
-def zipped(files: Mapping[Path, Path]) -> tuple[str, bytes]:
-    """Return the name of a zip, by its bytes, and these: with files by their paths in one folder, as Ray wants it."""
-    whole = io.BytesIO()
-    with zipfile.ZipFile(whole, "w") as package:
-        for place, path in sorted(files.items()):
-            info = zipfile.ZipInfo(f"code/{place}", TIME)
-            info.external_attr = (0o755 if path.stat().st_mode & 0o100 else 0o644) << 16
-            info.compress_type = zipfile.ZIP_DEFLATED
-            package.writestr(info, path.read_bytes())
-    data = whole.getvalue()
-    return f"code-{hashlib.sha256(data).hexdigest()[:16]}.zip", data

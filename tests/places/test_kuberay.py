@@ -6,9 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib.metadata import version
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from dp_ray.cli import main
 from dp_ray.cli.in_kubernetes import run_unless_ended
 from dp_ray.cluster.internals.variables import JOB_STOP_WAIT, VARIABLES
 from dp_ray.cluster.submit import Dashboard
-from dp_ray.places.kuberay import ID, LAST_END_JSON, LONGEST, LastEnd, final_status, kubernetes_name, zipped
+from dp_ray.places.kuberay import ID, LAST_END_JSON, LONGEST, LastEnd, final_status, kubernetes_name
 from dp_ray.rundir.lease import held
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
@@ -96,37 +94,22 @@ def test_the_manifest_of_all_flags(folder: Path, capsys: pytest.CaptureFixture[s
     assert printed(capsys, *ALL)["spec"]["runtimeEnvYAML"] != spec["runtimeEnvYAML"], "each printing draws an id"
 
 
-@pytest.mark.full
-def test_the_code_goes_to_the_storage_by_its_hash(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    storage = f"file://{folder.parent}/runs"
-    job = printed(capsys, "--storage", storage)
-    url = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["working_dir"]
-    (sent,) = (folder.parent / "runs").glob("code-*.zip")
-    assert url == f"{storage}/{sent.name}"
-    with zipfile.ZipFile(sent) as package:
-        names = package.namelist()
-    assert "code/jobs/digits.yaml" in names
-    assert "code/dp_ray/__init__.py" in names
-    assert not any(name.endswith(".bin") for name in names)
-    assert {name.partition("/")[0] for name in names} == {"code"}, "Ray takes what is in the single folder"
-    os.utime(folder / "jobs" / "digits.yaml", (1, 1))
-    written = sent.stat().st_mtime_ns
-    printed(capsys, "--storage", storage)
-    assert sent.stat().st_mtime_ns == written, "the same files are the same package, which is there"
-    (folder / "jobs" / "digits.yaml").write_text((folder / "jobs" / "digits.yaml").read_text() + "# changed\n")
-    printed(capsys, "--storage", storage)
-    assert len(list((folder.parent / "runs").glob("code-*.zip"))) == 2
+def test_the_code_may_be_a_zip_that_ray_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = printed(capsys, "--storage", "s3://b/runs", "--code-in", "s3://b/code.zip")["spec"]
+    environment = yaml.safe_load(spec["runtimeEnvYAML"])
+    assert environment["working_dir"] == "s3://b/code.zip" and "PYTHONPATH" not in environment["env_vars"]
+    assert spec["entrypoint"].startswith("python -m dp_ray.cli.in_kubernetes jobs/digits.yaml ")
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (
-            [],
+            ["--code-in", "/a"],
             "storage: runs is a folder of this machine, and pods share none; give --storage s3://",
         ),
         (
-            ["--storage", "s3://b/runs", "--claim", "c"],
+            ["--storage", "s3://b/runs", "--claim", "c", "--code-in", "/a"],
             "--claim c: the storage is s3://b/runs, so no claim is needed",
         ),
         (
@@ -138,9 +121,8 @@ def test_the_code_goes_to_the_storage_by_its_hash(folder: Path, capsys: pytest.C
             ["--set", "env.TOKEN=abc", "--storage", "s3://b/r", "--code-in", "/a"],
             "env.TOKEN=.not shown.' .*: a secret",
         ),
-        (["--storage", "s3://b/runs?region=x"], "Ray reads no code from a URL with options; give --code-in"),
         (["--storage", "s3://b/r", "--code-in", "/a", "--nodes", "0"], "--nodes.: 0 is not in the range x>=1"),
-        (["--claim", "c"], "--claim c: also give --code-in, where the pods have your code"),
+        (["--claim", "c"], "Missing option '--code-in'"),
         *(
             (["--storage", "s3://b/r", "--code-in", "/a", option, name], f"{option} {name}: must be ")
             for option, name in [
@@ -169,15 +151,6 @@ def test_names_of_jobs() -> None:
         assert len(name) <= LONGEST
         assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name), "DNS-1035, as KubeRay asks of a RayJob"
     assert kubernetes_name("7b-sft") == "job-7b-sft"
-
-
-def test_a_package_keeps_what_is_executable(tmp_path: Path) -> None:
-    (tmp_path / "go.sh").write_text("true")
-    (tmp_path / "go.sh").chmod(0o755)
-    _, data = zipped({Path("go.sh"): tmp_path / "go.sh"})
-    with zipfile.ZipFile(BytesIO(data)) as package:
-        (info,) = package.infolist()
-    assert (info.external_attr >> 16) & 0o111
 
 
 def problems(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:
@@ -343,7 +316,7 @@ def test_a_local_ray_runs_the_manifest_and_its_hook_has_it_run_again(
     (folder / "slow.yaml").write_text(json.dumps(SLOW_JOB))
     storage = folder.parent / "runs"
     capsys.readouterr()
-    given = ["slow.yaml", "--image", IMAGE, "--storage", f"file://{storage}"]
+    given = ["slow.yaml", "--image", IMAGE, "--storage", f"file://{storage}", "--code-in", str(folder)]
     main.cli(["kuberay", *given], standalone_mode=False)
     spec = yaml.safe_load(capsys.readouterr().out)["spec"]
     head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
