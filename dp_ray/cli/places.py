@@ -17,7 +17,6 @@ from dp_ray.cli.options import KeyOptions, check_no_secret, say, take
 from dp_ray.errors import Error, JobError
 from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
-from dp_ray.places.launchers import FOLDER
 from dp_ray.text import hide, listed
 
 if TYPE_CHECKING:
@@ -83,6 +82,7 @@ def slurm(
     Slurm requeues the job when its time is over or a node is lost, and it goes on from where it was. For more, print
     the script with --dry-run, edit it, and give it to sbatch.
     """
+    from dp_ray.places.launchers import FOLDER
     from dp_ray.places.templates import filled, submitted_to_slurm
 
     if job_file.startswith("-") or (sbatch and not sbatch[0].startswith("-")):
@@ -108,11 +108,11 @@ def slurm(
     }
     text = filled("job.sbatch", lines)
     if dry_run:
-        click.echo(text, nl=False)
+        click.echo(hide(text), nl=False)
         return
     submitted = submitted_to_slurm(text, Path(FOLDER, f"{job.run_name}.sbatch"))
-    say(f"squeue -j {submitted} shows it; dp-ray stop {job.storage}/{job.run_name} stops it once it runs")
-    click.echo(submitted)
+    say(hide(f"squeue -j {submitted} shows it; dp-ray stop {job.storage}/{job.run_name} stops it once it runs"))
+    click.echo(hide(submitted))
 
 
 @click.command()
@@ -150,14 +150,11 @@ def kuberay(
     job = load_job(job_file, keys.overrides())
     storage = _storage_of_pods(job.storage, claim)
     keys = replace(keys, name=job.run_name, storage=storage)
-    command = [
-        "python",
-        "-m",
-        "dp_ray.cli.in_kubernetes",
-        job_file if "://" in code_in else str(Path(code_in, job_file)),
-        *keys.arguments(),
-    ]
-    check_no_secret(command, "the manifest; put it into a secret of Kubernetes, which envFrom names in the manifest")
+    there = job_file if "://" in code_in else str(Path(code_in, job_file))
+    command = ["python", "-m", "dp_ray.cli.in_kubernetes", there, *keys.arguments()]
+    check_no_secret(
+        [*command, code_in], "the manifest; put it into a secret of Kubernetes, which envFrom names in the manifest"
+    )
     run_dir, gpus = f"{storage.rstrip('/')}/{job.run_name}", flags["gpus_per_node"]
     stops = "preStop: {exec: {command: [python, -m, dp_ray, stop, --run-again, "
     lines = {
@@ -178,7 +175,7 @@ def kuberay(
         lines["working_dir:"] = f"working_dir: {json.dumps(code_in)}"
     else:
         lines |= {"working_dir:": "# working_dir: none", "# PYTHONPATH:": f"PYTHONPATH: {json.dumps(code_in)}"}
-    click.echo(filled("rayjob.yaml", lines), nl=False, file=out)
+    click.echo(hide(filled("rayjob.yaml", lines)), nl=False, file=out)
 
 
 def _storage_of_pods(storage: str, claim: str | None) -> str:
