@@ -152,9 +152,10 @@ def kuberay(
     keys = replace(keys, name=job.run_name, storage=storage)
     there = job_file if "://" in code_in else str(Path(code_in, job_file))
     command = ["python", "-m", "dp_ray.cli.in_kubernetes", there, *keys.arguments()]
-    check_no_secret(
-        [*command, code_in], "the manifest; put it into a secret of Kubernetes, which envFrom names in the manifest"
-    )
+    for words in (command, ["--code-in", code_in]):
+        check_no_secret(
+            words, "the manifest; put it into a secret of Kubernetes, which envFrom names in the manifest"
+        )
     run_dir, gpus = f"{storage.rstrip('/')}/{job.run_name}", flags["gpus_per_node"]
     stops = "preStop: {exec: {command: [python, -m, dp_ray, stop, --run-again, "
     lines = {
