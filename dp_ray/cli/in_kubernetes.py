@@ -10,7 +10,7 @@ from dp_ray.cli.main import main, run
 from dp_ray.cli.options import KeyOptions, say, take
 from dp_ray.errors import BAD_JOB, DONE, Error, exit_status_of
 from dp_ray.job.files import load_job
-from dp_ray.places.kuberay import ID, final_status, note_end
+from dp_ray.places.kuberay import ID, LAST_END_JSON, LastEnd, final_status
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage, located
 
@@ -37,7 +37,8 @@ def run_unless_ended(arguments: list[str]) -> int:
     if run_dir is not None:
         try:
             if status != BAD_JOB or not last_alive(run_dir)[0]:  # a pod of an earlier try may still run the job
-                note_end(run_dir, manifest, status)
+                run_dir.create()
+                LAST_END_JSON.write(run_dir, LastEnd(manifest, status))
         except Error as error:  # then a later cluster runs it again
             say(f"{error}: how the job ended is not noted")
             return status or exit_status_of(error)

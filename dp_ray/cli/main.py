@@ -16,11 +16,9 @@ import click
 from dp_ray import __version__
 from dp_ray.cli import completion, options
 from dp_ray.cli.begin import FIRST_SCREEN, init
-from dp_ray.cli.fetch import fetch
-from dp_ray.cli.kuberay import kuberay
 from dp_ray.cli.options import KeyOptions, announced, forked_early, say, say_import, show_error, take
-from dp_ray.cli.places import node, slurm
-from dp_ray.cli.remote import logs, status, stop, submit
+from dp_ray.cli.places import kuberay, node, slurm
+from dp_ray.cli.remote import fetch, logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli.sweep import sweep
 from dp_ray.errors import BAD_JOB, ClusterLost, Error, exit_status_of, status_of_several

@@ -3,6 +3,7 @@
 `begun` covers the first seconds of `dp-ray run`: Ray starts or is connected to while torch is imported.
 """
 
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,13 @@ import click
 
 from dp_ray.cli.completion import folders, job_files, run_dirs
 from dp_ray.cluster.ray_version import check_ray
-from dp_ray.errors import Error, error_report
+from dp_ray.errors import Error, JobError, error_report
 from dp_ray.job.files import parse_setting, parse_workers
 from dp_ray.job.job import Job
 from dp_ray.system.imports import collector_paused
+from dp_ray.system.process import is_env, without_values
 from dp_ray.system.threads import if_longer, raise_put_off
-from dp_ray.text import harmless
+from dp_ray.text import harmless, hide
 
 if TYPE_CHECKING:
     from dp_ray.cluster.connect import EarlyConnection
@@ -128,6 +130,18 @@ class KeyOptions:
             keys["workers"] = parse_workers(self.workers)
         others = {"name": self.name, "storage": self.storage, "profile": self.profile}
         return {**keys, **{key: value for key, value in others.items() if value is not None}}
+
+    def arguments(self) -> list[str]:
+        """Return the arguments that set them, for a command that another process runs."""
+        given = [("workers", self.workers), *(("set", setting) for setting in self.settings)]
+        given += [(key, getattr(self, key)) for key in ("name", "storage", "profile")]
+        return [word for key, value in given if value for word in (f"--{key}", value)]
+
+
+def check_no_secret(command: Sequence[str], where: str) -> None:
+    """Raise JobError if a command that others can read holds a secret; `where` says where, and what to do instead."""
+    if hide(shlex.join(command)) != shlex.join(command) or any(map(is_env, command)):
+        raise JobError(f"{hide(shlex.join(without_values(command)))}: a secret would stand in {where}")
 
 
 def take(kind: type[T], options: dict[str, Any]) -> T:

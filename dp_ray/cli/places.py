@@ -1,20 +1,22 @@
-"""The commands that bring a job to the hosts that a launcher gives: node, slurm."""
+"""The commands that bring a job to the hosts that a launcher gives: node, slurm, kuberay."""
 
+import json
 import os
-import re
 import shlex
 import sys
+import uuid
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from dp_ray.cli import options
-from dp_ray.cli.options import KeyOptions, say, take
+from dp_ray.cli.options import KeyOptions, check_no_secret, say, take
 from dp_ray.errors import Error, JobError
 from dp_ray.job.files import load_job
-from dp_ray.job.job import LONGEST_NAME, Job
+from dp_ray.job.job import Job
 from dp_ray.text import hide, listed
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ COMMAND = click.argument("command", metavar="-- run JOB.yaml ...", nargs=-1, req
 )
 @click.option("--cpus", type=click.FloatRange(0), metavar="N", help="CPUs of this host for workers; default: all.")
 @click.option("--gpus", type=click.FloatRange(0), metavar="N", help="GPUs of this host for workers; default: all.")
-@click.option("--dashboard", is_flag=True, help="Also start Ray's dashboard, on the first host.")
 @COMMAND
 def node(hosts: int | None, rank: int | None, meet: str | None, command: tuple[str, ...], **machine: Any) -> None:
     """Run a job on several hosts: the same command on each starts a private Ray, and the first one runs the job.
@@ -66,72 +67,132 @@ def _command_on_hosts(command: tuple[str, ...], may_lack: bool) -> "HostsCommand
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @options.JOB
-@options.WORKERS
-@options.SETTINGS
-@options.NAME
-@options.STORAGE
+@options.KEYS
 @options.OVERWRITE
 @click.option("--dry-run", is_flag=True, help="Print the script, and submit nothing.")
-@click.option(
-    "--max-requeues", type=click.IntRange(0), default=20, show_default=True, help="How often it may be requeued."
-)
 @click.option(
     "--program", metavar="WORDS", help="How a node runs dp-ray, in a container for instance; default: as here."
 )
 @click.argument("sbatch", metavar="[OPTION OF SBATCH]...", nargs=-1, type=click.UNPROCESSED)
 def slurm(
-    job_file: str, sbatch: tuple[str, ...], dry_run: bool, max_requeues: int, program: str | None, **flags: Any
+    job_file: str, sbatch: tuple[str, ...], dry_run: bool, program: str | None, overwrite: bool, **flags: Any
 ) -> None:
     """Submit a job to Slurm: --nodes 4 --gpus-per-node 8 --time 2:00:00, and any option of sbatch, go to it.
 
-    Slurm requeues the job when its time is over or a node is lost, and it goes on from where it was. In an array
-    (--array), %a in an option of the job is the number of the task.
+    Slurm requeues the job when its time is over or a node is lost, and it goes on from where it was. For more, print
+    the script with --dry-run, edit it, and give it to sbatch.
     """
     from dp_ray.places.launchers import FOLDER
-    from dp_ray.places.slurm import PREFIX, TASK, Script, parse_options, submit_to_slurm
-    from dp_ray.system.process import is_env, without_values
+    from dp_ray.places.templates import filled, submitted_to_slurm
 
-    if job_file.startswith("-"):
-        raise click.UsageError(f"JOB.yaml comes first, before {job_file} and the other options of sbatch")
-    passed, overwrites = parse_options(sbatch), flags.pop("overwrite")
+    if job_file.startswith("-") or (sbatch and not sbatch[0].startswith("-")):
+        raise click.UsageError("JOB.yaml comes first, and then options of sbatch, as --time 2:00:00")
     keys = take(KeyOptions, flags)
-    if "--array" in passed and TASK not in "".join([keys.name or "", keys.storage or ""]):
-        keys = replace(keys, name=f"{keys.name or load_job(job_file).run_name}-{TASK}")  # a run for each task
-    # What stands for the number of a task is checked as the first one.
-    first = {
-        key: value and value.replace(TASK, "0") for key, value in [("name", keys.name), ("storage", keys.storage)]
-    }
-    settings = tuple(setting.replace(TASK, "0") for setting in keys.settings)
-    job = load_job(job_file, (replace(keys, **first, settings=settings) if "--array" in passed else keys).overrides())
+    job = load_job(job_file, keys.overrides())
     check_workers(job)
-    given = ["--workers", keys.workers] if keys.workers else []
-    given += [part for setting in keys.settings for part in ("--set", setting)]
-    given += [part for key in ("name", "storage") for part in (f"--{key}", getattr(keys, key)) if getattr(keys, key)]
-    command = ("run", job_file, *given)
-    secret = [setting for setting in keys.settings if is_env(setting)]
-    if secret or hide(shlex.join(command)) != shlex.join(command):
-        raise JobError(
-            f"{hide(shlex.join(without_values(command)))}: a secret would stand in the script, which Slurm keeps; "
-            "export it as a variable before, which Slurm hands on, or write it into the job file"
-        )
-    own = f"{shlex.quote(sys.executable)} -m dp_ray"
-    in_container = any(option.startswith("--container") for option in passed)
-    script = Script(
-        name=passed.pop("--job-name", None) or job.run_name,
-        command=command,
-        options=passed,
-        program=program or ("dp-ray" if in_container else own),
-        is_elastic=job.min_workers < job.max_workers,
-        overwrites=overwrites,
-        max_requeues=max_requeues,
+    command = ["run", job_file, *keys.arguments()]
+    check_no_secret(
+        command,
+        "the script, which Slurm keeps; export it as a variable before, which Slurm hands on, or write it into the "
+        "job file",
     )
+    is_elastic = job.min_workers < job.max_workers
+    lines = {
+        "#SBATCH --job-name=": f"#SBATCH --job-name={job.run_name}",
+        "#SBATCH --no-kill=off": f"#SBATCH --no-kill{'' if is_elastic else '=off'}",
+        "#SBATCH --nodes=": f"#SBATCH {shlex.join(sbatch) or '--nodes=1'}",
+        "program=": f"program=({program or f'{shlex.quote(sys.executable)} -m dp_ray'})",
+        "job=": f"job=({shlex.join(command)})",
+        "overwrite=": f"overwrite={'--overwrite' if overwrite else ''}",
+        "elastic=": f"elastic={'--no-kill' if is_elastic else ''}",
+    }
+    text = filled("job.sbatch", lines)
     if dry_run:
-        click.echo(hide(script.text()), nl=False)
+        click.echo(hide(text), nl=False)
         return
-    file = re.sub(r"[^\w.-]", "-", script.name)[:LONGEST_NAME]  # a name of Slurm may be any text
-    submitted = submit_to_slurm(script.text(), Path(FOLDER, f"{file}.sbatch"))
-    say(f"submitted as {PREFIX}{submitted}; dp-ray logs -f {PREFIX}{submitted} follows it, dp-ray stop stops it")
-    click.echo(hide(f"{PREFIX}{submitted}"))
+    submitted = submitted_to_slurm(text, Path(FOLDER, f"{job.run_name}.sbatch"))
+    say(hide(f"squeue -j {submitted} shows it; dp-ray stop {job.storage}/{job.run_name} stops it once it runs"))
+    click.echo(hide(submitted))
+
+
+@click.command()
+@options.JOB
+@options.KEYS
+@click.option("--image", required=True, help="The pods' image: Python, Ray, torch and dp_ray, as here.")
+@click.option("--claim", help="A PersistentVolumeClaim that all pods mount at /storage; STORAGE is below that then.")
+@click.option(
+    "--code-in",
+    metavar="DIR|URL",
+    required=True,
+    help="Where the pods have your code: a folder, or a zip that Ray reads.",
+)
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of worker pods.")
+@click.option("--gpus-per-node", type=click.IntRange(0), default=0, help="GPUs of a worker pod.")
+@click.option(
+    "--out", metavar="FILE", type=click.File("w", atomic=True), default="-", help="File to write; default stdout."
+)
+def kuberay(
+    job_file: str, image: str, claim: str | None, code_in: str, nodes: int, out: TextIO, **flags: Any
+) -> None:
+    """Print a job as a RayJob for KubeRay, for `kubectl apply -f`.
+
+    What a pod asks for, and all else, stands in the manifest with comments: edit it.
+    """
+    from dp_ray.places.kuberay import CLAIM, ID, IMAGE, kubernetes_name
+    from dp_ray.places.templates import filled
+
+    for option, name, (rule, says) in (("--image", image, IMAGE), ("--claim", claim or "none", CLAIM)):
+        if not rule.fullmatch(name):
+            raise JobError(f"{option} {name}: must be {says}")
+    path, keys = Path(job_file), take(KeyOptions, flags)
+    if path.is_absolute() or not path.resolve().is_relative_to(Path.cwd()):
+        raise JobError(f"{job_file}: name it as it stands below {Path.cwd()}, the folder that holds the code")
+    job = load_job(job_file, keys.overrides())
+    storage = _storage_of_pods(job.storage, claim)
+    keys = replace(keys, name=job.run_name, storage=storage)
+    there = job_file if "://" in code_in else str(Path(code_in, job_file))
+    command = ["python", "-m", "dp_ray.cli.in_kubernetes", there, *keys.arguments()]
+    for words in (command, ["--code-in", code_in]):
+        check_no_secret(
+            words, "the manifest; put it into a secret of Kubernetes, which envFrom names in the manifest"
+        )
+    run_dir, gpus = f"{storage.rstrip('/')}/{job.run_name}", flags["gpus_per_node"]
+    stops = "preStop: {exec: {command: [python, -m, dp_ray, stop, --run-again, "
+    lines = {
+        "name: job": f"name: {json.dumps(kubernetes_name(job.run_name))}",
+        "entrypoint:": f"entrypoint: {json.dumps(shlex.join(command))}",
+        f"{ID}:": f"{ID}: {json.dumps(uuid.uuid4().hex)}",
+        "rayVersion:": f"rayVersion: {json.dumps(version('ray'))}",
+        "image:": f"image: {json.dumps(image)}",
+        stops: f"{stops}{json.dumps(run_dir)}]}}}}",
+        **{key: f"{key} {nodes}" for key in ("replicas:", "minReplicas:", "maxReplicas:")},
+    }
+    if gpus:
+        lines["# nvidia.com/gpu:"] = f"nvidia.com/gpu: {gpus}"
+    if claim is not None:
+        lines["# - {name: storage, mount"] = "- {name: storage, mountPath: /storage}"
+        lines["# - {name: storage, pers"] = f'- {{name: storage, persistentVolumeClaim: {{claimName: "{claim}"}}}}'
+    if "://" in code_in:
+        lines["working_dir:"] = f"working_dir: {json.dumps(code_in)}"
+    else:
+        lines |= {"working_dir:": "# working_dir: none", "# PYTHONPATH:": f"PYTHONPATH: {json.dumps(code_in)}"}
+    click.echo(hide(filled("rayjob.yaml", lines)), nl=False, file=out)
+
+
+def _storage_of_pods(storage: str, claim: str | None) -> str:
+    """Return the storage as the pods see it: a URL, or a folder of the claim. Raises JobError if it is none."""
+    if "://" in storage:
+        if claim is not None:
+            raise JobError(f"--claim {claim}: the storage is {hide(storage)}, so no claim is needed; leave one out")
+        return storage
+    if claim is None:
+        raise JobError(
+            f"storage: {storage} is a folder of this machine, and pods share none; give --storage s3://bucket/runs, "
+            "or --claim NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany)"
+        )
+    if not Path("/storage", storage).is_relative_to("/storage"):
+        raise JobError(f"storage: {storage} is not below /storage, where the pods mount the claim {claim}")
+    return str(Path("/storage", storage))
 
 
 def jobs_of(command: tuple[str, ...], may_lack: bool = False) -> list[Job]:

@@ -372,4 +372,5 @@ def code_to_ship() -> dict[str, Any]:
     """Return the runtime_env that ships the working directory, without what .gitignore excludes, and dp_ray."""
     here = Path.cwd()
     excludes = [f"/{name}/" for name in (".git", ".venv", "runs", ".dp-ray") if (here / name).is_dir()]
+    excludes += ["*dp-ray-meeting.json*"]  # with the token of a Ray whose hosts meet below this folder
     return {"working_dir": str(here), "excludes": excludes, "py_modules": [str(Path(dp_ray.__file__).parent)]}

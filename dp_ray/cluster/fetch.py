@@ -1,15 +1,14 @@
 """Bring a run here from the storage of a cluster: what `dp-ray fetch` does; begin at `fetch_run`.
 
-A storage with a URL that this machine can read is read from here. All else comes through the cluster's dashboard: a
-job on the head node offers the files (`offer.py`), and this process downloads them, checks each one's SHA-256, and
-ends the job.
+A storage with a URL, and without a dashboard any one, is read from here. A folder of a cluster comes through its
+dashboard: a job on the head node offers the files (`offer.py`), and this process downloads them, checks each one's
+SHA-256, and ends the job.
 
 The files are gathered in a folder beside the run's, and become the run directory when all of them are there. An
 interrupted fetch leaves that folder, and the same command goes on with it.
 """
 
 import hashlib
-import itertools
 import os
 import shutil
 import time
@@ -17,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from dp_ray.cluster.connect import RUN_STORAGE
-from dp_ray.cluster.offer import LISTING, RENEW_SECONDS
-from dp_ray.cluster.submit import LOOK_SECONDS, STATUSES, Dashboard, Say, run_name_of, text_of_bytes
+from dp_ray.cluster.offer import LISTING
+from dp_ray.cluster.submit import LOOK_SECONDS, STATUSES, Dashboard, Say, in_megabytes, run_name_of
 from dp_ray.errors import BAD_JOB, ClusterError, JobError, StorageError
 from dp_ray.job.job import NAME
 from dp_ray.rundir.content import (
@@ -37,26 +35,11 @@ from dp_ray.rundir.content import (
 from dp_ray.rundir.files import RUN, SWEEP
 from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import PIECE, TEMPORARY, Storage
-from dp_ray.system.threads import repeated
 from dp_ray.text import counted, hide
 
 SAY_SECONDS = 5.0
 TRIES, AGAIN_SECONDS = 6, 5.0
 STAGE = ".dp_ray-fetch-"  # before the run's name: the folder that gathers its files
-
-
-class RunSource(Protocol):
-    """Where a run lies: the files that it has, and their bytes."""
-
-    @property
-    def content(self) -> Content:
-        """The files."""
-
-    def lies_in(self, run: str, run_dir: Storage) -> bool:
-        """Return whether a run's directory is this one of this machine, or lies in it, as its path tells."""
-
-    def pieces(self, path: str) -> AbstractContextManager[Iterator[bytes]]:
-        """Within the block, read a file in pieces."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +70,47 @@ class Arrival:
     replaces: bool = False
 
 
+class FromHere:
+    """A run in a storage that this machine reads itself."""
+
+    def __init__(self, place: str, name: str, kinds: Sequence[str]) -> None:
+        self.base = Storage(place)
+        self.content = content_of(self.base, name, kinds)
+
+    def lies_in(self, run: str, run_dir: Storage) -> bool:
+        """Return whether a run's directory is this one, or lies in it; by links too."""
+        return run_dir.holds(self.base.child(run).location)
+
+    @contextmanager
+    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
+        """Within the block, read a file in pieces."""
+        with self.base.open(path) as stream:
+            yield iter(lambda: stream.read(PIECE), b"")
+
+
+@dataclass(frozen=True)
+class ThroughCluster:
+    """A run whose files a job on the head node offers, by their SHA-256."""
+
+    dashboard: Dashboard
+    node_id: str
+    offer: str
+    content: Content
+
+    def lies_in(self, run: str, run_dir: Storage) -> bool:
+        """Return False: the same path may be another folder there."""
+        return False
+
+    @contextmanager
+    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
+        """Within the block, read a file in pieces."""
+        with self.dashboard.reading(self.node_id, f"{self.offer}/{self.content.files[path].sha256}") as pieces:
+            yield pieces
+
+
+RunSource = FromHere | ThroughCluster
+
+
 def fetch_run(request: FetchRequest, folder: Path, say: Say) -> list[Path]:
     """Fetch a run into FOLDER/NAME, a sweep with its trials beside it; return the directories.
 
@@ -96,7 +120,14 @@ def fetch_run(request: FetchRequest, folder: Path, say: Say) -> list[Path]:
     """
     dashboard = Dashboard(request.address) if request.address else None
     name, place = _located(request, dashboard)
-    with _source(name, place, request.kinds, dashboard, say) as source:
+    says = f"fetches {name} from {hide(place)}"
+    if dashboard is None or "://" in place:
+        say(says)
+        opened: AbstractContextManager[RunSource] = nullcontext(FromHere(place, name, request.kinds))
+    else:
+        say(f"{says} through the cluster at {dashboard.address}; it lists the files first")
+        opened = _through(dashboard, name, place, request.kinds)
+    with opened as source:
         check_names(source.content, name)
         runs = dict.fromkeys(path.partition("/")[0] for path in source.content.files)
         arrivals = [_arrival(folder / run, run, source, request.overwrite) for run in runs]
@@ -120,16 +151,15 @@ def fetch_run(request: FetchRequest, folder: Path, say: Say) -> list[Path]:
 
 def _located(request: FetchRequest, dashboard: Dashboard | None) -> tuple[str, str]:
     """Return the name of the run, and the storage in which it lies."""
-    if request.storage is not None:
-        name, place = request.name, request.storage
-    elif dashboard is None:
+    name, place = request.name, request.storage
+    if place is None and dashboard is None:
         raise JobError(
-            f"fetch {request.name}: give --address, the dashboard of the cluster that ran it, or --storage, a folder "
+            f"fetch {name}: give --address, the dashboard of the cluster that ran it, or --storage, a folder "
             "or URL that this machine can read"
         )
-    else:
-        job = dashboard.find(request.name)
-        name, place = run_name_of(job) or "", (job.metadata or {}).get(RUN_STORAGE, "")
+    if place is None and dashboard is not None:
+        job = dashboard.find(name)
+        name, place = run_name_of(job) or "", (job.metadata or {}).get(RUN_STORAGE)
         if not name or not place:
             raise JobError(
                 f"{job.submission_id} is {STATUSES[job.status]}, and has begun no run; a run that lies elsewhere is "
@@ -137,105 +167,28 @@ def _located(request: FetchRequest, dashboard: Dashboard | None) -> tuple[str, s
             )
     if not NAME.fullmatch(name):
         raise JobError(f"{name!r} is no name of a run: it has letters, digits, '.', '_' and '-'")
-    return name, place
-
-
-@contextmanager
-def _source(
-    name: str, place: str, kinds: Sequence[str], dashboard: Dashboard | None, say: Say
-) -> Iterator[RunSource]:
-    """Find the way to the files: from here where the storage has a URL that can be read, else through the cluster."""
-    if "://" in place or dashboard is None:
-        try:
-            source = FromHere(place, name, kinds)
-        except StorageError as error:
-            if dashboard is None:
-                raise
-            say(f"{error}; so it comes through the cluster")
-        else:
-            say(f"fetches {name} from {hide(place)}")
-            yield source
-            return
-    assert dashboard is not None
-    say(f"fetches {name} from {hide(place)} through the cluster at {dashboard.address}; it lists the files first")
-    with _through(dashboard, name, place, kinds) as through:
-        yield through
-
-
-class FromHere:
-    """A storage that this machine reads itself."""
-
-    def __init__(self, place: str, name: str, kinds: Sequence[str]) -> None:
-        self.base = Storage(place)
-        self.content = content_of(self.base, name, kinds)
-
-    def lies_in(self, run: str, run_dir: Storage) -> bool:
-        """Return whether a run's directory is this one, or lies in it; by links too."""
-        return run_dir.holds(self.base.child(run).location)
-
-    @contextmanager
-    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
-        """Within the block, read a file in pieces."""
-        with self.base.open(path) as stream:
-            yield iter(lambda: stream.read(PIECE), b"")
-
-
-@dataclass(frozen=True)
-class ThroughCluster:
-    """Files that a job on the head node offers, by their numbers."""
-
-    dashboard: Dashboard
-    node_id: str
-    offer: str
-    content: Content
-    numbers: dict[str, int]
-
-    def lies_in(self, run: str, run_dir: Storage) -> bool:
-        """Return False: the same path may be another folder there."""
-        return False
-
-    @contextmanager
-    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
-        """Within the block, read a file in pieces."""
-        with self.dashboard.reading(self.node_id, f"{self.offer}/{self.numbers[path]}") as pieces:
-            yield pieces
+    return name, str(place)
 
 
 @contextmanager
 def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) -> Iterator[ThroughCluster]:
     """Have the head node offer the files while the block runs; raises what the offering job failed with."""
-
-    def renew() -> None:
-        with suppress(ClusterError):  # away for a moment; the files tell if it is for longer
-            dashboard.leave(b"here", offer)
-
     offer = dashboard.start(["python", "-m", "dp_ray.cluster.offer", place, name, *kinds])
     try:
-        with repeated("fetch", RENEW_SECONDS, renew):
-            node_id, content = _offered(dashboard, offer, name)
-            numbers = {path: number for number, path in enumerate(content.files)}
-            yield ThroughCluster(dashboard, node_id, offer, content, numbers)
+        listing = b""
+        while not listing:  # on a busy machine the dashboard may send nothing of a file that is there
+            time.sleep(LOOK_SECONDS)
+            job = dashboard.details(offer)
+            if job.status.is_terminal():
+                said = dashboard.logs(offer).strip().splitlines()[-1:] or [str(job.message)]
+                kind = JobError if job.driver_exit_code == BAD_JOB else ClusterError
+                raise kind(f"the cluster at {dashboard.address} cannot offer {name}: {said[0]}")
+            with suppress(FileNotFoundError), dashboard.reading(job.driver_node_id, f"{offer}/{LISTING}") as pieces:
+                listing = b"".join(pieces)
+        yield ThroughCluster(dashboard, job.driver_node_id, offer, CONTENT_JSON.parse(listing.decode()))
     finally:
         with suppress(ClusterError):  # then the job ends by itself
             dashboard.ask_to_stop(offer)
-
-
-def _offered(dashboard: Dashboard, offer: str, name: str) -> tuple[str, Content]:
-    """Wait until a job offers its files; return its node's id, and the files."""
-    is_empty = 0
-    while is_empty < TRIES:
-        job = dashboard.details(offer)
-        if job.status.is_terminal():
-            said = dashboard.logs(offer).strip().splitlines()[-1:] or [str(job.message)]
-            kind = JobError if job.driver_exit_code == BAD_JOB else ClusterError
-            raise kind(f"the cluster at {dashboard.address} cannot offer {name}: {said[0]}")
-        if job.driver_node_id:
-            with suppress(FileNotFoundError), dashboard.reading(job.driver_node_id, f"{offer}/{LISTING}") as pieces:
-                if listing := b"".join(pieces):
-                    return job.driver_node_id, CONTENT_JSON.parse(listing.decode())
-                is_empty += 1  # seen on a busy machine: the dashboard sent nothing of a file that is there
-        time.sleep(LOOK_SECONDS)
-    raise ClusterError(f"the dashboard at {dashboard.address} sends nothing of the list of the files of {name}")
 
 
 def _arrival(run_dir: Path, run: str, source: RunSource, overwrite: bool) -> Arrival:
@@ -245,7 +198,12 @@ def _arrival(run_dir: Path, run: str, source: RunSource, overwrite: bool) -> Arr
     earlier state, unless it is to `overwrite` a run.
     """
     files = {path: entry for path, entry in source.content.files.items() if path.startswith(f"{run}/")}
-    _check_place(run_dir)
+    if run_dir.is_symlink():
+        raise JobError(f"{run_dir} is a link to {run_dir.readlink()}; name the folder that is to hold the run as DIR")
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(f"{run_dir.parent} cannot be made a folder: {error}; fetch into another folder") from error
     if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
         return Arrival(run, files)
     here = Storage(str(run_dir))
@@ -253,33 +211,19 @@ def _arrival(run_dir: Path, run: str, source: RunSource, overwrite: bool) -> Arr
         raise JobError(f"{run_dir} is where the run lies; fetch into another folder")
     earlier = FETCHED_JSON.read(here) if run_dir.is_dir() else None
     known = {} if earlier is None else earlier.files
+    new = {path: entry for path, entry in files.items() if path.partition("/")[2] not in known}
     changed = [
-        name
-        for path, entry in files.items()
-        if (name := path.partition("/")[2]) in known and not known[name].is_like(entry)
+        name for path in files.keys() - new.keys() if not known[name := path.partition("/")[2]].is_like(files[path])
     ]
     if earlier is not None and not changed:
-        new = {path: entry for path, entry in files.items() if path.partition("/")[2] not in known}
         return Arrival(run, new, keeps=known, lacks=earlier.lacks)
     if run_dir.is_dir() and last_alive(here)[0]:
         raise JobError(f"{run_dir} is being run here: wait for its end, or fetch into another folder")
     if overwrite and run_dir.is_dir() and (here.exists(RUN) or here.exists(SWEEP)):
         return Arrival(run, files, replaces=True)
-    says = f"{run_dir} holds an earlier state of the run: {changed[0]} has changed since" if changed else ""
+    says = f"{run_dir} holds an earlier state of the run: {min(changed)} has changed since" if changed else ""
     says = says or f"{run_dir} is there already, and was not fetched"
     raise JobError(f"{says}; fetch into another folder, or replace a run by --overwrite")
-
-
-def _check_place(run_dir: Path) -> None:
-    """Raise JobError if a run directory cannot come into being there."""
-    if run_dir.is_symlink() and not (run_dir.is_dir() and any(run_dir.iterdir())):
-        raise JobError(f"{run_dir} is a link to {run_dir.readlink()}; name the folder that is to hold the run as DIR")
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise JobError(
-            f"{run_dir.parent} is no folder, and cannot be made one: {error}; fetch into another folder"
-        ) from error
 
 
 def _holds_original(run_dir: Path, run: str, files: Mapping[str, Entry]) -> bool:
@@ -294,7 +238,7 @@ def _holds_original(run_dir: Path, run: str, files: Mapping[str, Entry]) -> bool
 def _gather(source: RunSource, files: Mapping[str, Entry], stage: Path, say: Say) -> None:
     """Bring files into the stage; those stay that an interrupted fetch has brought, if they are the same."""
     stage.mkdir(parents=True, exist_ok=True)
-    noted, before = Storage(str(stage)), {}
+    noted, before = Storage(str(stage)), dict[str, Entry]()
     with suppress(StorageError):  # there was none
         before = CONTENT_JSON.read(noted, LISTING).files
     left = {path: entry for path, entry in files.items() if not _is_there(stage / path, entry, before.get(path))}
@@ -302,20 +246,15 @@ def _gather(source: RunSource, files: Mapping[str, Entry], stage: Path, say: Say
     for file in [file for file in stage.rglob("*") if file.is_file() and file not in keep]:
         file.unlink()  # also what an earlier fetch of other files has left
     CONTENT_JSON.write(noted, Content(dict(files)), LISTING)  # from here on, a file in the stage is as it says
-    whole, free = sum(entry.size for entry in left.values()), shutil.disk_usage(stage).free
-    if whole > free:
-        raise StorageError(
-            f"{stage}: {text_of_bytes(whole)} are to come, and the disk has {text_of_bytes(free)} left"
-        )
     if len(left) < len(files):
         say(f"{counted(len(files) - len(left), 'file')} of an earlier try need not come again")
-    due, done = time.monotonic() + SAY_SECONDS, 0
+    due, done, whole = time.monotonic() + SAY_SECONDS, 0, sum(entry.size for entry in left.values())
     for number, (path, entry) in enumerate(left.items(), 1):
         _bring(source, path, entry, stage / path)
         done += entry.size
         if time.monotonic() > due:
             due = time.monotonic() + SAY_SECONDS
-            say(f"{number} of {counted(len(left), 'file')}, {text_of_bytes(done)} of {text_of_bytes(whole)}")
+            say(f"{number} of {counted(len(left), 'file')}, {in_megabytes(done)} of {in_megabytes(whole)}")
 
 
 def _is_there(file: Path, entry: Entry, before: Entry | None) -> bool:
@@ -326,37 +265,30 @@ def _is_there(file: Path, entry: Entry, before: Entry | None) -> bool:
 def _bring(source: RunSource, path: str, entry: Entry, file: Path) -> None:
     """Write a file, which appears whole; where the connection breaks, it is begun anew, `TRIES` times at most."""
     partial = file.with_name(f"{TEMPORARY}{file.name}")
-    for tries in itertools.count(1):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for left in reversed(range(TRIES)):
+        size, digest = 0, hashlib.sha256()
+        nothing: AbstractContextManager[Iterator[bytes]] = nullcontext(iter(()))
         try:
-            size, sha256 = _copied(source, path, entry, partial)
+            with partial.open("wb") as copy, source.pieces(path) if entry.size else nothing as pieces:
+                for piece in pieces:
+                    size += copy.write(piece)
+                    digest.update(piece)
         except ClusterError as error:
-            if tries == TRIES:
+            if not left:
                 raise ClusterError(f"{path} does not come: {error}; the same command goes on") from error
         except OSError as error:
             raise StorageError(f"{path} cannot be fetched: {error}; the same command goes on") from error
         else:
-            if size == entry.size and entry.sha256 in ("", sha256):
+            if size == entry.size and entry.sha256 in ("", digest.hexdigest()):
                 os.replace(partial, file)
                 return
-            if tries == TRIES:
-                partial.unlink()
-                raise StorageError(
-                    f"{path} is not what was listed ({size} bytes came, {entry.size} were listed): if its run goes "
-                    "on, fetch it when that has ended"
-                )
         time.sleep(AGAIN_SECONDS)
-
-
-def _copied(source: RunSource, path: str, entry: Entry, file: Path) -> tuple[int, str]:
-    """Copy a file of a source to a path; return how many bytes came, and their SHA-256."""
-    digest, size = hashlib.sha256(), 0
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as copy, source.pieces(path) if entry.size else nullcontext(iter(())) as pieces:
-        for piece in pieces:
-            copy.write(piece)
-            digest.update(piece)
-            size += len(piece)
-    return size, digest.hexdigest()
+    partial.unlink()
+    raise StorageError(
+        f"{path} is not what was listed ({size} bytes came, {entry.size} were listed): if its run goes on, fetch it "
+        "when that has ended"
+    )
 
 
 def _settle(stage: Path, folder: Path, arrival: Arrival, fetched: Fetched) -> None:

@@ -25,7 +25,6 @@ from dp_ray.cluster.connect import RUN_NAME, address_of, authenticate, code_to_s
 from dp_ray.cluster.internals.core import find_users_token, leave_on_head, log_file, packed_files, take_from_head
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.errors import DONE, FAILED, INTERRUPTED, ClusterError, JobError
-from dp_ray.system.threads import Terminated
 from dp_ray.text import counted, harmless, hide, listed
 
 # How long Ray waits for a job that it has asked to stop before it kills it: as long as a step and a checkpoint last.
@@ -53,22 +52,19 @@ class Dashboard:
         find_users_token()
         self.address = address
         try:
-            with self._answering("no Ray dashboard answers"):
+            with self._answering():
                 self.client = JobSubmissionClient(address)
         except ValueError:
             raise JobError(f"--address {address!r}: must be a dashboard's, like http://HEAD:8265") from None
 
-    def submit(self, program: list[str], secrets: list[str], name: str, say: Say) -> str:
-        """Submit `program`, with the working directory shipped, as a run called `name`; return the job's id.
+    def submit(self, program: list[str], secrets: list[str], name: str, code: dict[str, Any]) -> str:
+        """Submit `program` with the runtime_env `code`, as a run called `name`; return the job's id.
 
         `secrets` are settings whose values must stay hidden. Ray logs a job's entrypoint and its runtime_env, and
         the dashboard shows both. So the secrets wait in the memory of the head node under a random name. The program
         gets the name as `--env-from`, takes the secrets and removes them.
         """
-        code = code_to_ship()
-        for line in upload_lines(code):
-            say(line)
-        with self._answering("no Ray dashboard takes the job"):
+        with self._answering():
             if secrets:
                 program = [*program, "--env-from", leave_on_head(self.client, json.dumps(secrets).encode())]
             submitted: str = self.client.submit_job(
@@ -77,7 +73,7 @@ class Dashboard:
                 metadata={RUN_NAME: name},
                 submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
             )
-            return submitted
+        return submitted
 
     def start(self, program: list[str]) -> str:
         """Start a program of dp_ray's own as a job, without the working directory; return its id, which it also gets.
@@ -85,7 +81,7 @@ class Dashboard:
         It is not among the `jobs`. The caller ends it by `ask_to_stop`.
         """
         submission = f"{OWN}{uuid.uuid4().hex[:12]}"
-        with self._answering("no Ray dashboard takes the job"):
+        with self._answering():
             self.client.submit_job(
                 entrypoint=shlex.join([*program, submission]),
                 runtime_env={"py_modules": code_to_ship()["py_modules"]},
@@ -93,23 +89,16 @@ class Dashboard:
             )
         return submission
 
-    def leave(self, data: bytes, name: str) -> None:
-        """Leave bytes in the memory of the head node, where `take_from_head` finds them under this name."""
-        with self._answering("the dashboard no longer answers"):
-            leave_on_head(self.client, data, name)
-
     @contextmanager
     def reading(self, node_id: str, name: str) -> Iterator[Iterator[bytes]]:
         """Within the block, read a file in the log folder of a node, in pieces; raises FileNotFoundError."""
-        away = self._answering("the dashboard no longer answers")
-        with away, log_file(self.client, node_id, name, AWAY_SECONDS) as pieces:
+        with self._answering(), log_file(self.client, node_id, name, AWAY_SECONDS) as pieces:
             yield pieces
 
     def jobs(self) -> list[JobDetails]:
         """Return the submitted jobs, the newest first."""
-        with self._answering("no Ray dashboard answers"):
-            listed_jobs = [job for job in self.client.list_jobs() if job.submission_id]
-        jobs = [job for job in listed_jobs if not str(job.submission_id).startswith(OWN)]
+        with self._answering():
+            jobs = [job for job in self.client.list_jobs() if not (job.submission_id or OWN).startswith(OWN)]
         return sorted(jobs, key=lambda job: -(job.start_time or 0))
 
     def find(self, name: str) -> JobDetails:
@@ -123,22 +112,22 @@ class Dashboard:
 
     def details(self, submission: str) -> JobDetails:
         """Return the job with this id."""
-        with self._answering("the dashboard no longer answers"):
+        with self._answering():
             return self.client.get_job_info(submission)
 
     def logs(self, submission: str) -> str:
         """Return all that a job has printed so far."""
-        with self._answering("no Ray dashboard answers"):
+        with self._answering():
             text: str = self.client.get_job_logs(submission)
-            return text
+        return text
 
     def ask_to_stop(self, submission: str) -> None:
         """Have Ray ask a job to stop: dp_ray stops the run after its current step, and keeps it."""
-        with self._answering("the dashboard no longer answers"):
+        with self._answering():
             self.client.stop_job(submission)
 
     @contextmanager
-    def _answering(self, otherwise: str) -> Iterator[None]:
+    def _answering(self) -> Iterator[None]:
         try:
             yield
         except AuthenticationError as error:
@@ -147,7 +136,7 @@ class Dashboard:
                 f"{error.message.splitlines()[0]}"
             ) from None
         except (ConnectionError, RuntimeError, requests.RequestException) as error:
-            raise ClusterError(f"{otherwise} at {self.address}: {error}") from None  # whose frames say no more
+            raise ClusterError(f"no Ray dashboard answers at {self.address}: {error}") from None  # frames say no more
 
 
 @dataclass
@@ -164,12 +153,13 @@ class Follower:
         Raises ClusterError if the dashboard is away for long, or if the job failed before it ran.
         """
         until = time.monotonic() + AWAY_SECONDS
-        ended: JobDetails | None = None
-        while ended is None or not ended.status.is_terminal():
+        while True:
             with suppress(aiohttp.ClientError, OSError, RuntimeError):  # the connection broke
                 asyncio.run(self._tail())
             try:
-                ended = self.dashboard.details(self.submission)
+                job = self.dashboard.details(self.submission)
+                if job.status.is_terminal():
+                    break
                 until = time.monotonic() + AWAY_SECONDS
             except ClusterError as error:
                 if time.monotonic() > until:
@@ -178,12 +168,11 @@ class Follower:
                         f"the cluster at {at} went away, and whether the job goes on is not known ({error}); "
                         f"dp-ray logs -f {self.submission} --address {at} follows it again"
                     ) from error
-            if ended is None or not ended.status.is_terminal():
-                time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         self._print(self.dashboard.logs(self.submission)[self.printed :])  # what came after the last look
-        if ended.status == JobStatus.FAILED and ended.driver_exit_code is None:
-            raise ClusterError(f"the job did not run to its end: {ended.message}")
-        return job_exit_status(ended)
+        if job.status == JobStatus.FAILED and job.driver_exit_code is None:
+            raise ClusterError(f"the job did not run to its end: {job.message}")
+        return job_exit_status(job)
 
     async def _tail(self) -> None:
         skipped = 0
@@ -212,10 +201,11 @@ def run_name_of(job: JobDetails) -> str | None:
 def submit_and_follow(address: str, program: list[str], secrets: list[str], name: str, storage: str) -> int:
     """Run `program` on the cluster behind a dashboard as the run `name`, follow it, and return its exit status.
 
-    Ctrl-C asks whether to stop the job or to leave it running. Raises ClusterError if no dashboard answers.
+    Raises ClusterError if no dashboard answers.
     """
-    dashboard = Dashboard(address)
-    submission = dashboard.submit(program, secrets, name, _say)
+    dashboard, code = Dashboard(address), code_to_ship()
+    _say(sent(code))
+    submission = dashboard.submit(program, secrets, name, code)
     _say(f"submitted as {submission}")
     is_below_home = "://" not in storage and not storage.startswith(("/", "~"))
     where = f"{storage.rstrip('/')}/{name}{' in the home of the head node' if is_below_home else ''}"
@@ -224,21 +214,13 @@ def submit_and_follow(address: str, program: list[str], secrets: list[str], name
 
 
 def follow(dashboard: Dashboard, submission: str) -> int:
-    """Follow a job to its end, and return its exit status; Ctrl-C asks whether to stop the job or to detach."""
-    follower, is_stopping = Follower(dashboard, submission), False
-    while True:
-        try:
-            return follower.follow()
-        except KeyboardInterrupt as stopped:
-            choice = "d" if is_stopping or isinstance(stopped, Terminated) else _ask_choice()
-        if choice == "s":
-            is_stopping = True
-            dashboard.ask_to_stop(submission)
-            _say("asked the job to stop after its current step")
-        elif choice != "c":
-            at = f"{submission} --address {dashboard.address}"
-            _say(f"the job goes on; dp-ray logs -f {at} follows it, dp-ray stop {at} stops it")
-            return INTERRUPTED
+    """Follow a job to its end, and return its exit status; after Ctrl-C the job goes on."""
+    try:
+        return Follower(dashboard, submission).follow()
+    except KeyboardInterrupt:
+        at = f"{submission} --address {dashboard.address}"
+        _say(f"the job goes on; dp-ray logs -f {at} follows it, dp-ray stop {at} stops it")
+        return INTERRUPTED
 
 
 def stop_job(dashboard: Dashboard, name: str, waits: bool, say: Say) -> str:
@@ -251,61 +233,29 @@ def stop_job(dashboard: Dashboard, name: str, waits: bool, say: Say) -> str:
         raise JobError(f"{job.submission_id} is not running: it is {STATUSES[job.status]}")
     dashboard.ask_to_stop(job.submission_id)
     say(f"asked {job.submission_id} to stop after its current step")
-    while waits and not job.status.is_terminal():
-        time.sleep(LOOK_SECONDS)
-        job = dashboard.details(job.submission_id)
     if not waits:
         return "it was asked to stop"
+    while not job.status.is_terminal():
+        time.sleep(LOOK_SECONDS)
+        job = dashboard.details(job.submission_id)
     last = dashboard.logs(job.submission_id).strip().splitlines()[-1:]
     return f"it is {STATUSES[job.status]}{''.join(f': {line}' for line in last)}"
 
 
-def _ask_choice() -> str:
-    """Ask what the user wants after Ctrl-C: s to stop the job, c to go on following, d to leave it running."""
-    if not sys.stdin.isatty():
-        return "d"
-    try:
-        question = "\n(s)top the job after its step, (d)etach and let it run, or (c)ontinue to follow? "
-        print(question, end="", file=sys.stderr, flush=True)
-        return sys.stdin.readline().strip()[:1].lower() or "d"
-    except KeyboardInterrupt:
-        return "d"
-
-
-def _say(text: str) -> None:
-    print(harmless(text), file=sys.stderr, flush=True)
-
-
-LARGE = 100e6  # bytes
-LARGEST = 5
-
-
-def upload_lines(code: dict[str, Any]) -> Iterator[str]:
-    """Yield lines on what the runtime_env `code` sends: files, bytes, and of a large one the largest files."""
+def sent(code: dict[str, Any]) -> str:
+    """Return a line on what the runtime_env `code` sends: files, bytes, and the largest one."""
     folder = Path(code["working_dir"])
     sizes = {path: path.stat().st_size for path in packed_files(str(folder), code["excludes"])}
-    modules = [path.stat().st_size for module in code["py_modules"] for path in packed_files(module, ())]
-    whole = sum(sizes.values()) + sum(modules)
-    yield (
-        f"sends {counted(len(sizes), 'file')} of {folder} ({text_of_bytes(sum(sizes.values()))}) and dp_ray "
-        f"({text_of_bytes(sum(modules))}), unless the cluster has them"
+    largest = max(sizes, key=lambda path: sizes[path], default=folder)
+    return (
+        f"sends {counted(len(sizes), 'file')} of {folder} ({in_megabytes(sum(sizes.values()))}, the largest is "
+        f"{largest.relative_to(folder)}) and dp_ray, unless the cluster has them; what a .gitignore names is not sent"
     )
-    if whole > LARGE:
-        largest = sorted(sizes, key=lambda path: (-sizes[path], path))[:LARGEST]
-        named = ", ".join(f"{path.relative_to(folder)} {text_of_bytes(sizes[path])}" for path in largest)
-        yield (
-            f"warning: that is {text_of_bytes(whole)}; the largest: {named}; what a .gitignore or .rayignore names "
-            "is not sent"
-        )
 
 
-def text_of_bytes(size: float) -> str:
-    """Return bytes as text: `812 B`, `3.2 MB`."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
+def in_megabytes(size: float) -> str:
+    """Return bytes as text: `3.2 MB`."""
+    return f"{size / 1e6:,.1f} MB"
 
 
 def take_settings(place: str) -> list[str]:
@@ -321,3 +271,7 @@ def take_settings(place: str) -> list[str]:
             "the values of env are gone: Ray keeps them for ten minutes, and one job takes them; submit the job again"
         )
     return list(json.loads(left))
+
+
+def _say(text: str) -> None:
+    print(harmless(text), file=sys.stderr, flush=True)

@@ -1,37 +1,82 @@
 """Which of how many hosts this is, and where they meet: from the options, else from a launcher's variables."""
 
-import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import NamedTuple
 
 from dp_ray.errors import JobError
 
+FOLDER = ".dp-ray"  # in the folder from which a job was submitted to Slurm; it is not sent to the workers
 # A port for hosts that know only each other's addresses: below those that Linux gives out by itself.
 FIRST_PORT, NUM_PORTS = 20000, 10000
-TORCHS_PORT = "29500"  # where torchrun meets, if nobody says otherwise
-FOLDER = ".dp-ray"  # in the folder from which a job was submitted to Slurm
 # What a launcher says of its own process is wrong for the workers, which Ray starts.
 OF_A_PROCESS = re.compile(
     r"(PET|PMI|PMIX|OMPI|PRTE|HYDRA|TORCHELASTIC)_\w+"
     r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|MPI_LOCAL\w+"
 )
+# Where torchrun meets if nobody says otherwise; and of a job of Slurm, where it began, and that it was not requeued.
+DEFAULTS = {
+    "MASTER_PORT": "29500",
+    "PET_MASTER_PORT": "29500",
+    "SLURM_SUBMIT_DIR": ".",
+    "SLURM_RESTART_COUNT": "0",
+}
+
+
+class Launcher(NamedTuple):
+    """The variables of a launcher, which has started this process if that of `rank` is set.
+
+    `local` counts the processes on this host, `meet` is a pattern of variables, and `among` lists the hosts' names.
+    Of several variables in a text the first one that is set counts.
+    """
+
+    name: str
+    rank: str
+    hosts: str
+    local: str = ""
+    meet: str = ""
+    among: str = ""
+
+
+# The innermost first: mpirun within a job of Slurm counts before Slurm. `_derived` adds some variables.
+LAUNCHERS = (
+    Launcher("torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "{MASTER_ADDR}:{TORCHRUN_PORT}"),
+    Launcher("torch's PET_*", "PET_NODE_RANK", "PET_MOST", "", "{PET_MEET}"),
+    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Launcher(
+        *("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", ""),
+        *("{SKYPILOT_FIRST}:{SKYPILOT_PORT}", "SKYPILOT_NODE_IPS"),
+    ),
+    Launcher(
+        *("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_NODES SLURM_JOB_NUM_NODES", "SLURM_LOCAL"),
+        "{SLURM_SUBMIT_DIR}/.dp-ray/slurm-{SLURM_JOB_ID}-{SLURM_RESTART_COUNT}-{SLURM_STEP_ID}",
+        "SLURM_STEP_NODELIST SLURM_JOB_NODELIST",
+    ),
+    Launcher("the launcher of PMI_*", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    Launcher("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "{MASTER_ADDR}:{MASTER_PORT}"),
+    Launcher(
+        *("JobSet", "JOB_COMPLETION_INDEX", "NNODES", ""),
+        "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-0-0.{JOBSET_NAME}:{MASTER_PORT}",
+    ),
+)
+NONE = Launcher("no variable of a launcher", "", "")
 
 
 @dataclass(frozen=True)
 class HostPlace:
     """The host of rank `rank` among `hosts`; `meet` is a folder that all share, or the first host's HOST:PORT.
 
-    `names` are the hosts' names in the order of their ranks, if the launcher tells them.
+    `among` has the hosts' names as the launcher lists them, if it does.
     """
 
     hosts: int
     rank: int
     meet: str
-    names: tuple[str, ...] = ()
+    among: str = ""
 
     @property
     def meets_in_folder(self) -> bool:
@@ -40,19 +85,7 @@ class HostPlace:
 
     def name(self, rank: int) -> str:
         """Return how to call the host of a rank in a message."""
-        return f"host {rank} ({self.names[rank]})" if rank < len(self.names) else f"host {rank}"
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What a launcher's variables tell; None for what they do not."""
-
-    launcher: str
-    hosts: int | None = None
-    rank: int | None = None
-    meet: str | None = None
-    names: tuple[str, ...] = ()
-    local: int = 1  # processes on this host
+        return f"host {rank} of {self.among}" if self.among else f"host {rank}"
 
 
 def place_of(
@@ -62,29 +95,34 @@ def place_of(
 
     Raises JobError if something is missing, or if there are several processes to a host.
     """
-    told = next(_told(variables), _Told("no launcher"))
-    if hosts is None and told.local > 1:
+    told = {**DEFAULTS, **{name: value for name, value in variables.items() if value}}
+    told |= _derived(told)
+    launcher = next((each for each in LAUNCHERS if each.rank in told), NONE)
+    if hosts is None and (local := _number(told, launcher.local) or 1) > 1:
         raise JobError(
-            f"{told.launcher} has started {told.local} processes on this host, and `dp-ray node` is a single one: "
+            f"{launcher.name} has started {local} processes on this host, and `dp-ray node` is a single one: "
             "start it once on each (Slurm: --ntasks-per-node=1; torchrun: --nproc-per-node=1; "
             "mpirun: --map-by ppr:1:node)"
         )
-    hosts, rank, meet = hosts or told.hosts, told.rank if rank is None else rank, meet or told.meet
+    hosts = hosts or _number(told, launcher.hosts)
+    rank = _number(told, launcher.rank) if rank is None else rank
+    meet = meet or _filled(launcher.meet, told)
     if hosts == 1 and rank is None:
         rank = 0
     lacks = [("--hosts", hosts), ("--rank", rank), ("--meet", meet if hosts != 1 else "")]
     missing = [option for option, value in lacks if value is None]
     if hosts is None or rank is None or missing:
-        by = f"{told.launcher} does not tell" if told.launcher != "no launcher" else "no variable of a launcher tells"
+        by = "tells" if launcher is NONE else "does not tell"
         raise JobError(
-            f"{' and '.join(missing)}: {by}; give --hosts N, --rank R (0 on the first host) and "
+            f"{' and '.join(missing)}: {launcher.name} {by}; give --hosts N, --rank R (0 on the first host) and "
             "--meet with a folder that all hosts share, or with the first host's HOST:PORT"
         )
     if not 0 <= rank < hosts:
         raise JobError(f"--rank {rank}: of {hosts} hosts it is 0 to {hosts - 1}")
-    if meet and _is_address(meet):
+    with suppress(ValueError):
+        ip_address((meet or "").strip("[]"))
         raise JobError(f"--meet {meet}: an address needs a port, as {meet}:7000; else it names a folder")
-    return HostPlace(hosts, rank, meet or "", told.names)
+    return HostPlace(hosts, rank, meet or "", " ".join(_first(told, launcher.among).split()))
 
 
 def host_and_port(meet: str) -> tuple[str, int] | None:
@@ -97,91 +135,43 @@ def host_and_port(meet: str) -> tuple[str, int] | None:
     return (found[1].strip("[]"), int(found[2])) if found else None
 
 
-def _is_address(meet: str) -> bool:
-    with suppress(ValueError):
-        return bool(ip_address(meet.strip("[]")))
-    return False
-
-
 def without_own(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those by which a launcher tells a process its rank."""
     return {name: value for name, value in variables.items() if not OF_A_PROCESS.fullmatch(name)}
 
 
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """Return the names in a list of hosts as Slurm writes it.
-
-    >>> expand_hosts("gpu[1-3,07],login")
-    ('gpu1', 'gpu2', 'gpu3', 'gpu07', 'login')
-    """
-    names: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        grown = [""]
-        for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
-            numbers = [number for part in ranges.split(",") for number in _numbers(part)]
-            grown = [before + plain + number for before in grown for number in numbers]
-        names += grown
-    return tuple(names)
-
-
-def _numbers(text: str) -> list[str]:
-    first, dash, last = text.partition("-")
-    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)] if dash else [text]
+def _derived(told: Mapping[str, str]) -> dict[str, str]:
+    """Return what launchers tell in forms of their own, as variables of the table."""
+    nodes = _number(told, "SLURM_STEP_NUM_NODES SLURM_JOB_NUM_NODES") or 1
+    agents = told.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own store has MASTER_PORT then
+    task = zlib.crc32(told.get("SKYPILOT_TASK_ID", "").encode())
+    return {
+        "TORCHRUN_PORT": str((_number(told, "MASTER_PORT") or 0) + agents),
+        "PET_MOST": told.get("PET_NNODES", "").rpartition(":")[2],  # of MIN:MAX
+        "PET_MEET": told.get("PET_RDZV_ENDPOINT") or _filled("{PET_MASTER_ADDR}:{PET_MASTER_PORT}", told) or "",
+        "SLURM_LOCAL": str(-(-(_number(told, "SLURM_STEP_NUM_TASKS") or nodes) // nodes)),
+        "SKYPILOT_FIRST": (told.get("SKYPILOT_NODE_IPS", "").split() or [""])[0],
+        "SKYPILOT_PORT": str(FIRST_PORT + task % NUM_PORTS),
+    }
 
 
-def _told(of: Mapping[str, str]) -> Iterator[_Told]:
-    """Yield what launchers tell, the innermost first: mpirun within a job of Slurm counts before Slurm."""
-    processes = _number(of, "LOCAL_WORLD_SIZE") or 1
-    if "TORCHELASTIC_RUN_ID" in of:  # torchrun's own children; its store may have the port
-        port = (_number(of, "MASTER_PORT") or 0) + (of.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-        groups, rank = _number(of, "GROUP_WORLD_SIZE"), _number(of, "GROUP_RANK")
-        yield _Told("torchrun", groups, rank, _at(of.get("MASTER_ADDR"), port), local=processes)
-    if "PET_NNODES" in of:
-        meet = of.get("PET_RDZV_ENDPOINT") or _at(of.get("PET_MASTER_ADDR"), of.get("PET_MASTER_PORT", TORCHS_PORT))
-        most = int(of["PET_NNODES"].rpartition(":")[2])  # of MIN:MAX
-        yield _Told("torch's PET_*", most, _number(of, "PET_NODE_RANK"), meet)
-    if "OMPI_COMM_WORLD_SIZE" in of:
-        size, rank = _number(of, "OMPI_COMM_WORLD_SIZE"), _number(of, "OMPI_COMM_WORLD_RANK")
-        yield _Told("Open MPI", size, rank, local=_number(of, "OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
-    if "SKYPILOT_NUM_NODES" in of:
-        names = tuple(of.get("SKYPILOT_NODE_IPS", "").split())
-        free = FIRST_PORT + zlib.crc32(of.get("SKYPILOT_TASK_ID", "").encode()) % NUM_PORTS
-        meet = _at(names[0] if names else None, free)
-        yield _Told("SkyPilot", _number(of, "SKYPILOT_NUM_NODES"), _number(of, "SKYPILOT_NODE_RANK"), meet, names)
-    if "SLURM_PROCID" in of and "SLURM_STEP_ID" in of:
-        nodes = _number(of, "SLURM_STEP_NUM_NODES") or _number(of, "SLURM_JOB_NUM_NODES") or 1
-        names = expand_hosts(of.get("SLURM_STEP_NODELIST", of.get("SLURM_JOB_NODELIST", "")))
-        local = -(-(_number(of, "SLURM_STEP_NUM_TASKS") or nodes) // nodes)
-        yield _Told("Slurm", nodes, _number(of, "SLURM_PROCID"), meeting_folder(of), names, local)
-    if "PMI_SIZE" in of:
-        local = _number(of, "MPI_LOCALNRANKS") or 1
-        yield _Told("the launcher of PMI_*", _number(of, "PMI_SIZE"), _number(of, "PMI_RANK"), local=local)
-    if {"RANK", "WORLD_SIZE"} <= of.keys():
-        meet = _at(of.get("MASTER_ADDR"), of.get("MASTER_PORT", TORCHS_PORT))
-        yield _Told("RANK and WORLD_SIZE", _number(of, "WORLD_SIZE"), _number(of, "RANK"), meet, local=processes)
-    if "JOBSET_NAME" in of:
-        name, group = of["JOBSET_NAME"], of.get("REPLICATED_JOB_NAME")
-        meet = _at(group and f"{name}-{group}-0-0.{name}", of.get("MASTER_PORT", TORCHS_PORT))
-        yield _Told("JobSet", _number(of, "NNODES"), _number(of, "JOB_COMPLETION_INDEX"), meet)
+def _first(told: Mapping[str, str], names: str) -> str:
+    """Return the value of the first of several variables that is set; "" if none is."""
+    return next((told[name] for name in names.split() if told.get(name)), "")
 
 
-def meeting_folder(of: Mapping[str, str]) -> str:
-    """Return where the hosts of this attempt of a job of Slurm meet: below the folder from which it was submitted."""
-    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
-    attempt = "-".join(of.get(name) or "0" for name in names)
-    return os.path.join(of.get("SLURM_SUBMIT_DIR", "."), FOLDER, f"slurm-{attempt}")
+def _number(told: Mapping[str, str], names: str) -> int | None:
+    value = _first(told, names)
+    if value and not value.isdecimal():
+        raise JobError(f"{names}={value}: a number is expected; give --hosts, --rank and --meet instead")
+    return int(value) if value else None
 
 
-def _number(of: Mapping[str, str], name: str) -> int | None:
-    value = of.get(name)
-    if value is None or value == "":
+def _filled(pattern: str, told: Mapping[str, str]) -> str | None:
+    """Return a pattern with its variables in it; None if one of them is not set."""
+    given = {name: told.get(name, "") for name in re.findall(r"{(\w+)}", pattern)}
+    if not given or not all(given.values()):
         return None
-    if not re.fullmatch(r"\d+", value):
-        raise JobError(f"{name}={value}: a number is expected; give --hosts, --rank and --meet instead")
-    return int(value)
-
-
-def _at(host: str | None, port: int | str) -> str | None:
-    if not host:
-        return None
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return pattern.format_map(
+        {name: f"[{of}]" if of.count(":") > 1 and "[" not in of else of for name, of in given.items()}
+    )

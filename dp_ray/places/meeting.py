@@ -10,12 +10,13 @@ No side compares clocks.
 
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ from dp_ray.errors import ClusterLost, JobError
 from dp_ray.places.launchers import HostPlace, host_and_port
 from dp_ray.system.threads import repeated
 
-FIRST, STATUS, IGNORED = "first.json", "status", ".gitignore"  # in a folder where hosts meet
+# In a folder where hosts meet: where the first one listens, and its token; and how the run has ended.
+FIRST, STATUS = "dp-ray-meeting.json", "status"  # a folder that is sent to workers is sent without the first one
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60.0  # after which the other side counts as gone
 CONNECT_SECONDS = 5.0
@@ -53,18 +55,14 @@ class Line:
     """A connection to another host, over which both send messages; it is used once both have shown the token."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(SILENT_SECONDS)
         self._socket, self._file, self._sends = connection, connection.makefile("rb"), threading.Lock()
-        self.own_address: str = connection.getsockname()[0].removeprefix(
-            "::ffff:"
-        )  # by which the other one reaches us
+        # By which the other one reaches us.
+        self.own_address: str = connection.getsockname()[0].removeprefix("::ffff:")
 
-    def send(self, **message: Any) -> bool:
-        """Send a message; return whether the system took it."""
+    def send(self, **message: Any) -> None:
+        """Send a message; if the other side is gone, its silence tells."""
         with suppress(OSError), self._sends:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-            return True
-        return False
 
     def receive(self, longest: int = LONGEST) -> HostMessage | None:
         """Return the next message; None if the other side is gone or silent, or says what is none."""
@@ -76,6 +74,7 @@ class Line:
 
     def knows(self, token: str, is_first: bool) -> bool:
         """Show that we have the token, and return whether the other side has it too."""
+        self._socket.settimeout(CONNECT_SECONDS)  # a stranger does not keep us
         own = secrets.token_hex(16)
         self.send(nonce=own)
         theirs = str((self.receive(LONGEST_OF_A_STRANGER) or {}).get("nonce"))
@@ -87,13 +86,8 @@ class Line:
 
         self.send(proof=proof(is_first))
         shown = str((self.receive(LONGEST_OF_A_STRANGER) or {}).get("proof"))
+        self._socket.settimeout(SILENT_SECONDS)
         return hmac.compare_digest(shown.encode(), proof(not is_first).encode())
-
-    @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Send a sign of life now and then while the block runs."""
-        with repeated("sign of life", BEAT_SECONDS, lambda: self.send()):
-            yield
 
     def close(self) -> None:
         """Hang up: both sides' reads end."""
@@ -104,7 +98,7 @@ class Line:
 
 def listen_to(line: Line, rank: int, heard: Callable[[Heard], None]) -> None:
     """Hand on each message of a line until the other side is gone, and then that; in the thread that calls."""
-    with line.beating():
+    with repeated("sign of life", BEAT_SECONDS, line.send):
         while (message := line.receive()) is not None:
             if message:  # else it is a sign of life
                 heard(Heard(rank, line, message))
@@ -119,15 +113,13 @@ class Meeting:
         self._token, self._heard, self._lines = token, heard, set[Line]()
         at = None if place.meets_in_folder else host_and_port(place.meet)
         port = at[1] if at else 0
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
         try:
-            self._listener = socket.create_server(
-                ("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6
-            )
+            self._listener = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=both)
         except OSError as error:
-            raise JobError(
-                f"--meet {place.meet}: port {port} cannot be used on this host: {error.strerror}"
-            ) from None
+            says = f"--meet {place.meet}: port {port} cannot be used on this host: {error.strerror}"
+            raise JobError(says) from None
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="meeting", daemon=True).start()
 
@@ -141,13 +133,11 @@ class Meeting:
 
     def _serve(self, connection: socket.socket) -> None:
         line = Line(connection)
-        connection.settimeout(CONNECT_SECONDS)  # a stranger does not keep us
         hello = line.receive() if line.knows(self._token, is_first=True) else None
         rank = (hello or {}).get("rank")
         if hello is None or not isinstance(rank, int):
             line.close()
             return
-        connection.settimeout(SILENT_SECONDS)
         self._lines.add(line)
         self._heard(Heard(rank, line, hello))
         listen_to(line, rank, self._heard)
@@ -167,43 +157,29 @@ def open_meeting(place: HostPlace, token: str, heard: Callable[[Heard], None]) -
     if place.hosts == 1:
         yield
         return
-    if place.meets_in_folder:
-        check_free(Path(place.meet))
+    folder = Path(place.meet) if place.meets_in_folder else None
+    if folder and (found := _read(folder)) and (line := _line_to(**found)):
+        line.close()
+        raise JobError(f"--meet {folder}: another job meets there; take a folder for each job")
     meeting = Meeting(place, token, heard)
+    told = {"addresses": own_addresses(), "port": meeting.port, "token": token}
     try:
-        if not place.meets_in_folder:
-            yield
-            return
-        name = f"token-{secrets.token_hex(8)}"
-        told = {"addresses": own_addresses(), "port": meeting.port, "token": name, "host": socket.gethostname()}
-        try:
-            folder = Path(place.meet)
-            folder.mkdir(parents=True, exist_ok=True)
-            ignored = folder / IGNORED if _is_sent(folder) and not (folder / IGNORED).exists() else None
-            if ignored is not None:
-                ignored.write_text("*\n")
-            (folder / STATUS).unlink(missing_ok=True)
-            for left in folder.glob("token-*"):  # by an attempt that was killed
-                left.unlink(missing_ok=True)
-            _write(folder / name, token)
-            _write(folder / FIRST, json.dumps(told))
-        except OSError as error:
-            raise JobError(f"--meet {place.meet}: cannot be written: {error.strerror or error}") from None
-        try:
-            yield
-        finally:
-            if (_read(folder) or {}).get("token") == name:  # else another attempt has begun
-                (folder / FIRST).unlink(missing_ok=True)
-            (folder / name).unlink(missing_ok=True)
-            if ignored is not None:
-                ignored.unlink(missing_ok=True)
+        if folder:
+            _leave(folder, told)
+        yield
     finally:
         meeting.close()
+        if folder and _read(folder) == told:  # else another attempt has begun
+            (folder / FIRST).unlink(missing_ok=True)
 
 
-def _is_sent(folder: Path) -> bool:
-    """Return whether a folder is sent to all nodes, as a part of that in which the user stands."""
-    return Path.cwd() in folder.resolve().parents
+def _leave(folder: Path, told: dict[str, Any]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STATUS).unlink(missing_ok=True)
+        _write(folder / FIRST, json.dumps(told))
+    except OSError as error:
+        raise JobError(f"--meet {folder}: cannot be written: {error.strerror or error}") from None
 
 
 def leave_status(place: HostPlace, status: int) -> None:
@@ -214,35 +190,23 @@ def leave_status(place: HostPlace, status: int) -> None:
             _write(Path(place.meet) / STATUS, f"{status}\n", 0o644)
 
 
-def check_free(folder: Path) -> None:
-    """Raise JobError if another job's first host answers at this folder."""
-    found = _read(folder)
-    if found and (line := _line_to(found["addresses"], found["port"], _token_in(folder, found))):
-        line.close()
-        raise JobError(f"--meet {folder}: another job meets there, on {found['host']}; take a folder for each job")
-
-
 def join(place: HostPlace, hello: HostMessage, seconds: float | None, waits: Callable[[], None]) -> tuple[Line, str]:
     """Connect to the first host, and return the line, which has said `hello`, and the token.
 
     Calls `waits` now and then. Raises ClusterLost if the first host does not answer within `seconds`, or has another
     token.
     """
-    until = None if seconds is None else time.monotonic() + seconds
+    until = math.inf if seconds is None else time.monotonic() + seconds
     at = host_and_port(place.meet)
     while True:
         if at is not None:
-            addresses, port, token = [at[0]], at[1], given_token(place)
+            found: dict[str, Any] | None = {"addresses": [at[0]], "port": at[1], "token": given_token(place)}
         elif found := _read(Path(place.meet)):
-            addresses, port = found["addresses"], found["port"]
-            token = os.environ.get(AUTH_TOKEN) or _token_in(Path(place.meet), found)
-        else:
-            addresses, port, token = [], 0, None
-        line = _line_to(addresses, port, token)
-        if line and token:
+            found["token"] = os.environ.get(AUTH_TOKEN) or found["token"]
+        if found and (line := _line_to(**found)):
             line.send(**hello)
-            return line, token
-        if until is not None and time.monotonic() > until:
+            return line, found["token"]
+        if time.monotonic() > until:
             raise ClusterLost(
                 f"the first host ({place.name(0)}) did not come to {place.meet} within {seconds:g} s "
                 "(timeouts.capacity), or has another token than this host"
@@ -287,34 +251,26 @@ def own_addresses() -> list[str]:
     return outer or ["127.0.0.1"]
 
 
-def _line_to(addresses: list[str], port: int, token: str | None) -> Line | None:
+def _line_to(addresses: list[str], port: int, token: str) -> Line | None:
     """Return a line to whoever listens at one of the addresses and has the token; None if nobody does."""
-    for address in addresses if token else ():
+    for address in addresses:
         try:
             connection = socket.create_connection((address, port), CONNECT_SECONDS)
         except OSError:
             continue
         line = Line(connection)
-        connection.settimeout(CONNECT_SECONDS)
-        if line.knows(token or "", is_first=False):
-            connection.settimeout(SILENT_SECONDS)
+        if line.knows(token, is_first=False):
             return line
         line.close()
     return None
 
 
-def _token_in(folder: Path, found: Mapping[str, Any]) -> str | None:
-    with suppress(OSError):
-        return (folder / str(found["token"])).read_text().strip() or None
-    return None
-
-
-def _read(folder: Path) -> HostMessage | None:
+def _read(folder: Path) -> dict[str, Any] | None:
     """Return what the first host has left in the folder; None if it has not."""
     with suppress(OSError, ValueError, KeyError):
         os.listdir(folder)  # NFS learns of new files by it
         found = json.loads((folder / FIRST).read_text())
-        return {key: found[key] for key in ("addresses", "port", "token", "host")}
+        return {key: found[key] for key in ("addresses", "port", "token")}
     return None
 
 

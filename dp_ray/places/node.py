@@ -35,18 +35,9 @@ from dp_ray.errors import (
     exit_status_of,
     stop_status,
 )
+from dp_ray.places import meeting
 from dp_ray.places.launchers import HostPlace
-from dp_ray.places.meeting import (
-    GOES,
-    Heard,
-    Line,
-    given_token,
-    join,
-    leave_status,
-    listen_to,
-    open_meeting,
-    own_addresses,
-)
+from dp_ray.places.meeting import GOES, Heard, Line
 from dp_ray.places.own_ray import Machine, OwnRay, clients_environment, started
 from dp_ray.system.linux import ended_with_this_process
 from dp_ray.system.process import own_folder, short_folder
@@ -58,6 +49,7 @@ LOOK_SECONDS = 0.2
 TELL_SECONDS, SOON_SECONDS = 10.0, 1.0
 TELL_END_SECONDS = 60.0  # for which a host that cannot take part stays at the meeting point, to tell why
 START_SECONDS = 300.0  # a Ray that is not up after that never will be
+AT_MOST = " at most; Ctrl-C ends this"
 GRACE_SECONDS = 3.0  # in which a signal that all hosts get reaches the first one
 Say = Callable[[str], None]
 
@@ -81,22 +73,15 @@ def run_on_this_host(place: HostPlace, command: HostsCommand, machine: Machine, 
     Raises RunInterrupted if a signal came before the run began, or took this host out of it, ClusterError if a Ray
     cannot be started or too few hosts come, and the command's mistake.
     """
-    with own_folder(short_folder()) as folder, _signals() as events:
-        host = _First if place.rank == 0 else _Other
-        return host(place, command, machine, say, Path(folder), events).run()
-
-
-@contextmanager
-def _signals() -> Iterator["SimpleQueue[Any]"]:
-    """Yield the queue of all that happens, into which signals go by their names."""
-    events: SimpleQueue[Any] = SimpleQueue()  # which a signal handler may use
+    events: SimpleQueue[Any] = SimpleQueue()  # of all that happens; which a signal handler may use
 
     def take(name: str) -> bool:
         events.put(name)
         return True
 
-    with planned_stops(take):
-        yield events
+    with own_folder(short_folder()) as folder, planned_stops(take):
+        host = _First if place.rank == 0 else _Other
+        return host(place, command, machine, say, Path(folder), events).run()
 
 
 @dataclass
@@ -109,7 +94,7 @@ class _Host:
     events: "SimpleQueue[Any]"
     signals: list[str] = field(default_factory=list)
 
-    def wait(self, handle: Callable[[Heard], None]) -> str | None:
+    def wait(self) -> str | None:
         """Wait a moment, and handle what another host says; return the name of a signal if one came."""
         try:
             event = self.events.get(timeout=LOOK_SECONDS)
@@ -118,15 +103,22 @@ class _Host:
         if isinstance(event, str):
             self.signals.append(event)
             return event
-        handle(event)
+        self.handle(event)
         return None
 
-    def wait_or_leave(self, handle: Callable[[Heard], None]) -> None:
+    def wait_or_leave(self) -> None:
         """Do the same; a signal ends this host, since the run has not begun."""
-        if name := self.wait(handle):
+        if name := self.wait():
             raise RunInterrupted(f"{name} came before the run had begun", self.signals)
 
-    def ray_up(self, ray: OwnRay, handle: Callable[[Heard], None]) -> str:
+    def say_after(self, due: float, says: str) -> float:
+        """Say something that takes long if it is due; return when it is to be said again."""
+        if time.monotonic() < due:
+            return due
+        self.say(says)
+        return time.monotonic() + 6 * TELL_SECONDS
+
+    def ray_up(self, ray: OwnRay) -> str:
         """Wait until this host's part of the Ray is up, and return the Ray's address."""
         until = time.monotonic() + START_SECONDS
         while (address := ray.address()) is None:
@@ -135,16 +127,18 @@ class _Host:
                 self.say(f"Ray has given up its start on {host_name()} after its own 30 s, and is started once more")
             if not ray.is_alive or time.monotonic() > until:
                 raise ClusterError(f"Ray cannot be started on {host_name()}: {ray.last_lines()}")
-            self.wait_or_leave(handle)
+            self.wait_or_leave()
         return address
 
     def check_on_first(self) -> None:
         """Raise what ends this host's part, if the first host has told it or is lost."""
 
+    def handle(self, heard: Heard) -> None:
+        """Take in what another host says."""
 
-def _versions() -> dict[str, str]:
-    """Return what Ray wants to be the same on all hosts."""
-    return {"python": python_version(), "ray": version("ray")}
+    def versions(self) -> dict[str, Any]:
+        """Return what is to be the same on all hosts."""
+        return {"python": python_version(), "ray": version("ray"), "hosts": self.place.hosts}
 
 
 @dataclass
@@ -173,8 +167,8 @@ class _First(_Host):
     def run(self) -> int:
         """Start the Ray, wait for the others, run the command, and return its exit status."""
         place = self.place
-        token = given_token(place) or token_hex(32)
-        with open_meeting(place, token, self.events.put), self._end_told():
+        token = meeting.given_token(place) or token_hex(32)
+        with meeting.open_meeting(place, token, self.events.put), self._end_told():
             if self.command.mistake is not None:
                 raise self.command.mistake
             if place.hosts == 1:
@@ -183,18 +177,16 @@ class _First(_Host):
                 own = str(self.reached_at)
             else:
                 self._go_on_without()
-                own = own_addresses()[0]
+                own = meeting.own_addresses()[0]
             with started(self.folder, token, own, self.machine) as ray:
-                address = self.ray_up(ray, self.handle)
+                address = self.ray_up(ray)
                 self._tell(ray=address)
-                if url := ray.dashboard():
-                    self.say(f"Ray's dashboard is at {url}")
                 if not self._wait_for(lambda: len(self._up()) == place.hosts - 1):
                     self._go_on_without()
                 self.say(f"Ray is up on {counted(1 + len(self._up()), 'host')}, at {address}")
                 status = self._follow(address)
                 self._tell(over=status)
-                leave_status(place, status)
+                meeting.leave_status(place, status)
         return status
 
     @contextmanager
@@ -206,7 +198,7 @@ class _First(_Host):
             status = exit_status_of(error)
             why = str(error) if isinstance(error, Error | RunInterrupted) else f"{type(error).__name__}: {error}"
             self._tell(over=status, why=why)
-            leave_status(self.place, status)
+            meeting.leave_status(self.place, status)
             if isinstance(error, Exception):
                 self._wait_to_tell(why)
             raise
@@ -218,16 +210,12 @@ class _First(_Host):
 
     def _wait_to_tell(self, why: str) -> None:
         """Wait until all have come and been told; a signal ends that."""
-        now = time.monotonic()
-        until, say_at = min(self.late, now + TELL_END_SECONDS), now + SOON_SECONDS
-        while (missing := [rank for rank in range(1, self.place.hosts) if rank not in self.came]) and now < until:
-            if now > say_at:
-                say_at = until
-                names = listed([self._name(rank) for rank in missing])
-                self.say(f"{why}\nwaits for {names}, to tell it so, {until - now:.0f} s at most; Ctrl-C ends this")
-            if self.wait(self.handle):
+        until, due = min(self.late, time.monotonic() + TELL_END_SECONDS), time.monotonic() + SOON_SECONDS
+        while (missing := set(range(1, self.place.hosts)) - self.came) and time.monotonic() < until:
+            names = listed(self._name(rank) for rank in sorted(missing))
+            due = self.say_after(due, f"{why}\nwaits for {names}, to tell it so, {TELL_END_SECONDS:.0f} s{AT_MOST}")
+            if self.wait():
                 return
-            now = time.monotonic()
 
     def handle(self, heard: Heard) -> None:
         """Take in what another host says."""
@@ -250,42 +238,37 @@ class _First(_Host):
 
     def _welcome(self, heard: Heard) -> None:
         """Take a host in, or tell it why not."""
-        rank, said = heard.rank, heard.message
-        own = {**_versions(), "hosts": self.place.hosts}
-        differs = [f"{key} is {said[key]} there and {value} here" for key, value in own.items() if said[key] != value]
+        rank, said, own = heard.rank, heard.message, self.versions()
+        self.came.add(rank)
+        differs = [f"{key} is {said[key]} there and {own[key]} here" for key in own if said[key] != own[key]]
         if rank in self.guests:
             differs = [f"there is a host {rank} already, {self.guests[rank].host}"]
         elif not 0 < rank < self.place.hosts:
             differs = [f"of {self.place.hosts} hosts it is 1 to {self.place.hosts - 1}"]
-        self.came.add(rank)
         if differs:
             why = f"--rank {rank} on {said['host']}: {listed(differs)}"
             heard.line.send(refused=why)
             if rank not in self.guests and 0 < rank < self.place.hosts:
                 self.refused[rank] = why
-            return
-        if "failed" in said:
+        elif "failed" in said:
             self.refused[rank] = said["failed"]
-            return
-        self.refused.pop(rank, None)
-        self.guests[rank] = _Guest(heard.line, said["host"])
-        self.reached_at = self.reached_at or heard.line.own_address
-        if self.tells:
-            heard.line.send(**self.tells)
+        else:
+            self.refused.pop(rank, None)
+            self.guests[rank] = _Guest(heard.line, said["host"])
+            self.reached_at = self.reached_at or heard.line.own_address
+            if self.tells:
+                heard.line.send(**self.tells)
 
     def _wait_for(self, holds: Callable[[], bool]) -> bool:
         """Wait until something holds, or it is late; return whether it holds. Say for whom, if it takes long."""
-        tell = time.monotonic() + TELL_SECONDS
+        due = time.monotonic() + TELL_SECONDS
         while not holds():
-            now = time.monotonic()
-            if now > self.late:
+            if time.monotonic() > self.late:
                 return False
-            if now > tell:
-                self.say(f"waiting for {listed(self._missing())}")
-                tell = now + 6 * TELL_SECONDS
+            due = self.say_after(due, f"waiting for {listed(self._missing())}")
             if self.refused and not self.command.is_elastic:
                 raise ClusterError(listed([f"{self._name(rank)}: {why}" for rank, why in self.refused.items()]))
-            self.wait_or_leave(self.handle)
+            self.wait_or_leave()
             for rank in self.drains.keys() & self.guests.keys():  # it leaves before the run has begun
                 self.guests[rank].line.send(drain=True)
             self.drains.clear()
@@ -304,7 +287,7 @@ class _First(_Host):
         line = ended_with_this_process([*PROGRAM, *self.command.arguments])
         with subprocess.Popen(line, env=own, start_new_session=True) as run:  # so that Ctrl-C reaches it once
             while (status := run.poll()) is None:
-                if name := self.wait(self.handle):
+                if name := self.wait():
                     self.drains.clear()  # the stop wins
                     with suppress(ProcessLookupError):
                         run.send_signal(signal.Signals[name])
@@ -321,24 +304,16 @@ class _First(_Host):
         return [rank for rank, guest in self.guests.items() if guest.is_up]
 
     def _missing(self) -> list[str]:
-        up = self._up()
-        return [
-            self._name(rank) + (f", {self.refused[rank]}" if rank in self.refused else "")
-            for rank in range(1, self.place.hosts)
-            if rank not in up
-        ]
+        missing = [rank for rank in range(1, self.place.hosts) if rank not in self._up()]
+        return [", ".join(filter(None, [self._name(rank), self.refused.get(rank)])) for rank in missing]
 
     def _name(self, rank: int) -> str:
         guest = self.guests.get(rank)
-        return f"host {rank} ({guest.host})" if guest and not self.place.names else self.place.name(rank)
+        return f"host {rank} ({guest.host})" if guest else self.place.name(rank)
 
 
 class _RunOver(Exception):
-    """The first host has told that the run is over, and its exit status."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__()
-        self.status = status
+    """The first host has told that the run is over; its argument is the exit status."""
 
 
 @dataclass
@@ -351,22 +326,22 @@ class _Other(_Host):
     def run(self) -> int:
         """Join the Ray of the first host, and stay until the run is over or has left this host."""
         place, mistake = self.place, self.command.mistake
-        hello = {"rank": place.rank, "hosts": place.hosts, "host": host_name(), **_versions()}
+        hello = {"rank": place.rank, "host": host_name(), **self.versions()}
         if mistake is not None:
             with suppress(ClusterLost, RunInterrupted):
-                join(place, {**hello, "failed": str(mistake)}, TELL_END_SECONDS, self._waiter())[0].close()
+                meeting.join(place, {**hello, "failed": str(mistake)}, TELL_END_SECONDS, self._waiter())[0].close()
             raise mistake
-        line, token = join(place, hello, self.command.capacity, self._waiter())
+        line, token = meeting.join(place, hello, self.command.capacity, self._waiter())
         threading.Thread(
-            target=listen_to, args=[line, 0, self.events.put], name="the first host", daemon=True
+            target=meeting.listen_to, args=[line, 0, self.events.put], name="the first host", daemon=True
         ).start()
         try:
             while self.ray is None:
                 self.check_on_first()
-                self.wait_or_leave(self.handle)
+                self.wait_or_leave()
             with started(self.folder, token, line.own_address, self.machine, self.ray) as ray:
                 try:
-                    self.ray_up(ray, self.handle)
+                    self.ray_up(ray)
                 except ClusterError as error:
                     line.send(failed=str(error))
                     raise
@@ -374,25 +349,22 @@ class _Other(_Host):
                 self.say(f"host {place.rank} ({host_name()}) is part of the Ray at {self.ray}")
                 self._stay(ray, line)
         except _RunOver as over:
-            return over.status
+            return int(over.args[0])
         finally:
             line.close()
         raise RunInterrupted("the run has left this host", self.signals)
 
     def _waiter(self) -> Callable[[], None]:
         """Return a function that waits a moment for the first host, and says so now and then."""
-        mistake = self.command.mistake
-        tell = time.monotonic() + (TELL_SECONDS if mistake is None else SOON_SECONDS)
         says = f"waiting for the first host ({self.place.name(0)}) at {self.place.meet}"
-        if mistake is not None:
-            says = f"{mistake}\n{says}, to tell it so, {TELL_END_SECONDS:.0f} s at most; Ctrl-C ends this"
+        due = time.monotonic() + (SOON_SECONDS if self.command.mistake else TELL_SECONDS)
+        if self.command.mistake:
+            says = f"{self.command.mistake}\n{says}, to tell it so, {TELL_END_SECONDS:.0f} s{AT_MOST}"
 
         def wait() -> None:
-            nonlocal tell
-            if time.monotonic() > tell:
-                self.say(says)
-                tell += 6 * TELL_SECONDS
-            self.wait_or_leave(self.handle)
+            nonlocal due
+            due = self.say_after(due, says)
+            self.wait_or_leave()
 
         return wait
 
@@ -420,7 +392,7 @@ class _Other(_Host):
         drain, is_told = None, False
         while True:
             self.check_on_first()
-            if name := self.wait(self.handle):
+            if name := self.wait():
                 if len(self.signals) > 1:
                     raise RunInterrupted(f"left at once, after {listed(self.signals)}", self.signals)
                 line.send(asks=name)

@@ -5,7 +5,6 @@ token of its own. `ray stop`, which ends all Rays of a user, is never called.
 """
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,14 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from dp_ray.cluster.internals.variables import (
-    ADDRESS,
-    API_SERVER_ADDRESS,
-    AUTH_MODE,
-    AUTH_TOKEN,
-    AUTH_TOKEN_PATH,
-    TMPDIR,
-)
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TMPDIR
 from dp_ray.places.launchers import without_own
 from dp_ray.system.linux import cores, ended_with_this_process
 
@@ -35,18 +27,16 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 TIMED_OUT = "timed out during startup"  # what Ray says of a start that took more than its 30 s, as on a busy host
 TOKEN, LOG, CURRENT = "token", "ray-start.log", "ray_current_cluster"  # Ray writes the last once it is up
 SHOWN_LINES = 15
-FRAMES = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 # Ports that the system chooses; two Rays on a host would else ask for the same ones.
 FREE_PORTS = ("node-manager", "object-manager", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a host gives: `cpus` and `gpus`, None for what it has; `dashboard` says whether the first one shows it."""
+    """What a host gives: `cpus` and `gpus`, None for what it has."""
 
     cpus: float | None = None
     gpus: float | None = None
-    dashboard: bool = False
 
 
 @dataclass
@@ -96,15 +86,10 @@ class OwnRay:
     def last_lines(self) -> str:
         """Return the end of what `ray start` has said, without the frames of a traceback."""
         with suppress(OSError):
-            lines = FRAMES.sub("", (self.folder / LOG).read_text(errors="replace")).splitlines()
-            return "\n".join([line for line in lines if line.strip()][-SHOWN_LINES:])
+            lines = (self.folder / LOG).read_text(errors="replace").splitlines()
+            told = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback "))]
+            return "\n".join(told[-SHOWN_LINES:])
         return ""
-
-    def dashboard(self) -> str | None:
-        """Return the address of the dashboard that `ray start` has told."""
-        with suppress(OSError, IndexError):
-            return (self.folder / LOG).read_text(errors="replace").split(f"{API_SERVER_ADDRESS}='")[1].split("'")[0]
-        return None
 
 
 def drain_node(raylet: psutil.Process, why: str) -> list[str]:
@@ -122,9 +107,8 @@ def drain_node(raylet: psutil.Process, why: str) -> list[str]:
 
 def clients_environment(folder: Path) -> dict[str, str]:
     """Return the environment of a program that finds the token of the Ray in this folder, and no other Ray."""
-    kept = {
-        name: value for name, value in without_own(os.environ).items() if name not in (ADDRESS, AUTH_TOKEN, TMPDIR)
-    }
+    own = without_own(os.environ)
+    kept = {name: own[name] for name in own if name not in (ADDRESS, AUTH_TOKEN, TMPDIR)}
     return {**kept, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(folder / TOKEN)}
 
 
@@ -142,8 +126,7 @@ def started(folder: Path, token: str, own: str, machine: Machine, head: str | No
     line += [] if machine.gpus is None else [f"--num-gpus={machine.gpus:g}"]
     with _kept_port() as port:
         if head is None:
-            line += ["--head", "--port=0", f"--ray-client-server-port={port}"]
-            line += [f"--include-dashboard={'true' if machine.dashboard else 'false'}"]
+            line += ["--head", "--port=0", f"--ray-client-server-port={port}", "--include-dashboard=false"]
         else:
             line += [f"--address={head}"]
         ray = OwnRay(folder, line, _start(line, folder))
@@ -190,18 +173,15 @@ def _start(line: list[str], folder: Path) -> "subprocess.Popen[bytes]":
 
 def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
     """End this host's part and all that it has started, politely at first."""
-    processes = _processes_of(folder)
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
-    psutil.wait_procs(processes, END_SECONDS if process.poll() is not None else 0)
+        psutil.wait_procs(_processes_of(folder), END_SECONDS)
     until = time.monotonic() + KILL_SECONDS
-    while (
-        left := _processes_of(folder)
-    ) and time.monotonic() < until:  # also what lost its parent, or came meanwhile
-        for started_here in left:
+    while (left := _processes_of(folder)) and time.monotonic() < until:  # also what came meanwhile
+        for each in left:
             with suppress(psutil.NoSuchProcess):
-                started_here.kill()
+                each.kill()
         psutil.wait_procs(left, END_SECONDS)
     process.kill()
     process.wait()

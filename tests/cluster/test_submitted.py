@@ -23,7 +23,7 @@ import pytest
 import dp_ray
 from dp_ray.cluster import submit
 from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN, VARIABLES
-from dp_ray.cluster.submit import Dashboard, Follower, upload_lines
+from dp_ray.cluster.submit import Dashboard, Follower, sent
 from dp_ray.errors import ClusterError
 from tests.support.cluster import ROOT, Cluster
 from tests.support.drivers import SLOW, told
@@ -65,9 +65,6 @@ class Typed:
     def shows(self, text: str) -> bool:
         return within(90, lambda: text in self.screen)
 
-    def type(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
     def end(self) -> int:
         try:
             return self.process.wait(60)
@@ -84,11 +81,9 @@ def test_a_run_that_was_left_is_followed_and_stopped_from_elsewhere(cluster: Clu
     at = ("--address", cluster.dashboard)
     first = Typed("submit", str(job), "--storage", str(tmp_path), *at)
     assert first.shows("/20 steps, "), first.screen
-    sends = re.search(r"sends (\d+) files of .* and dp_ray \(([\d.]+) MB\)", first.screen)
+    sends = re.search(r"sends (\d+) files of .* \([\d.]+ MB, the largest is .*\) and dp_ray", first.screen)
     assert sends, first.screen
     first.process.send_signal(signal.SIGINT)
-    assert first.shows("(d)etach"), first.screen
-    first.type("d\n")
     assert first.end() == 130
     goes_on = re.search(
         r"the job goes on; dp-ray (logs -f left-.*) follows it, dp-ray (stop .*) stops it", first.screen
@@ -232,14 +227,12 @@ def test_what_is_sent_is_told_before(tmp_path: Path) -> None:
             file.truncate(size)
     (tmp_path / ".gitignore").write_text("ignored.bin\n")
     code = {"working_dir": str(tmp_path), "excludes": ["/runs/"], "py_modules": []}
-    sends, warning = upload_lines(code)
-    assert sends == f"sends 3 files of {tmp_path} (120.0 MB) and dp_ray (0 B), unless the cluster has them"
-    assert warning.startswith(
-        "warning: that is 120.0 MB; the largest: keep/b.bin 120.0 MB, .gitignore 12 B, a.py 10 B;"
+    says = (
+        f"sends 3 files of {tmp_path} (120.0 MB, the largest is keep/b.bin) and dp_ray, unless the cluster has them"
     )
+    assert sent(code) == f"{says}; what a .gitignore names is not sent"
     (tmp_path / ".rayignore").write_text("*.bin\n")
-    (small,) = upload_lines(code)
-    assert small.startswith("sends 3 files of ")
+    assert sent(code).startswith(f"sends 3 files of {tmp_path} (0.0 MB, the largest is ")
 
 
 def test_a_job_file_that_is_not_sent_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_two_hosts_run_a_job_and_leave_nothing(tmp_path: Path) -> None:
             hosts.start(rank, "run", job_in(tmp_path))
         hosts.processes.reverse()
         hosts.wait_until_said(0, "Ray is up on 2 hosts")
-        (token,) = [path.read_text() for path in (tmp_path / "meet").glob("token-*")]
+        token = json.loads((tmp_path / "meet" / "dp-ray-meeting.json").read_text())["token"]
         assert len(token) == 64 and not [line for line in hosts.left().values() if token in line]
         assert hosts.statuses() == [0, 0], hosts.all_said()
         assert not hosts.left()

@@ -48,7 +48,7 @@ class Jobs:
         """Submit a job of two nodes, and return its id."""
         done = self.dp_ray("slurm", job_in(self.folder, name, **keys), "--nodes=2", *options)
         assert done.returncode == 0, done.stderr
-        self.submitted.append(done.stdout.strip().removeprefix("slurm:"))
+        self.submitted.append(done.stdout.strip())
         return self.submitted[-1]
 
     def wait_for_steps(self, job: str, name: str) -> None:
@@ -63,15 +63,22 @@ def test_a_job_that_gets_the_signal_of_its_time_limit_is_requeued_and_has_the_sa
     """The signal is sent as Slurm does, to all nodes at once."""
     job = jobs.submit("time", **SLOWLY)
     jobs.wait_for_steps(job, "time")
-    assert jobs.dp_ray("status", f"slurm:{job}").stdout.splitlines()[1].split()[:4] == [job, "time", "RUNNING", "0"]
     jobs.slurm.run("scancel", "--signal=USR2", job)
     jobs.ends(job, "COMPLETED")
     said = jobs.slurm.log(job)
     assert said.count("asks Slurm to requeue the job") == 1 and "run the same command to resume" in said
     assert jobs.slurm.field(job, "Restarts") == "1"
     assert bits(jobs.folder / "time") == undisturbed(jobs.folder, **SLOWLY)
-    followed = jobs.dp_ray("logs", "-f", f"slurm:{job}")
-    assert followed.returncode == 0 and "time: done" in followed.stdout
+    assert "time: done" in said
+
+
+def test_a_job_whose_run_is_stopped_is_not_requeued(jobs: Jobs) -> None:
+    job = jobs.submit("stopped", **SLOWLY)
+    jobs.wait_for_steps(job, "stopped")
+    done = jobs.dp_ray("stop", str(jobs.folder / "stopped"))
+    assert done.returncode == 0, done.stderr
+    jobs.ends(job, "FAILED")
+    assert jobs.slurm.field(job, "ExitCode") == "130:0" and jobs.slurm.field(job, "Restarts") == "0"
 
 
 def test_a_cancelled_job_keeps_its_work_and_is_not_requeued(jobs: Jobs) -> None:

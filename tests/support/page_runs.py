@@ -80,8 +80,7 @@ NOT_RUN = {
     f"dp-ray node --hosts 2 --rank 0 --meet 10.0.0.1:7000 {TWO_HOSTS} s3://bucket/runs": ON_HOSTS,
     "dp-ray report /shared/runs/digits": ON_HOSTS,
     TO_SLURM: ON_SLURM,
-    "dp-ray status slurm:12345": ON_SLURM,
-    "dp-ray logs -f slurm:12345": ON_SLURM,
+    "dp-ray stop runs/digits": ON_SLURM,
     **dict.fromkeys(
         (
             "dp-ray fetch digits --address http://10.0.0.1:8265",
@@ -93,10 +92,9 @@ NOT_RUN = {
     ),
     **dict.fromkeys(
         (
-            "dp-ray kuberay jobs/digits.yaml --image registry.example/team/dp-ray:1 --storage s3://bucket/runs "
-            "--env-from s3-keys --nodes 2 --gpus-per-node 1 --out rayjob.yaml",
+            "dp-ray kuberay jobs/digits.yaml --image registry.example/team/dp-ray:1 --code-in /app "
+            "--storage s3://bucket/runs --nodes 2 --gpus-per-node 1 --out rayjob.yaml",
             "kubectl apply -f rayjob.yaml",
-            "kubectl get rayjob digits",
             "kubectl logs -f job/digits",
         ),
         "needs Kubernetes: tests/places/test_kuberay.py runs the manifest on a Ray",
