@@ -458,9 +458,6 @@ class StepControl:
         """Wait until all workers have kept their work, as this one has; then raise StopRequested."""
         raise StopRequested("stopped as it was asked")
 
-    def end(self) -> None:
-        """Note that the worker has nothing left to run."""
-
     def take_calls(self) -> "Iterator[tuple[Any, SimpleQueue[tuple[Any, Exception | None]]]]":
         """Yield each call with what takes the answer, or an error, until the worker leaves."""
         yield from ()

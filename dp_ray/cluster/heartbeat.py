@@ -182,10 +182,6 @@ class Heartbeat(StepControl):
         self.is_to_rejoin = ray.get(self._worker.channel.end.remote(*place, False, not self.is_to_rejoin))
         super().leave()
 
-    def end(self) -> None:
-        """Note that this worker has nothing left to run."""
-        self.through()
-
     def take_calls(self) -> Iterator[tuple[Any, Answer]]:
         """Yield each call, until the view is to be left."""
         self._takes_calls = True

@@ -20,7 +20,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from dp_ray.errors import is_users
-from dp_ray.system.process import set_environment
 
 
 @contextmanager
@@ -38,7 +37,7 @@ def collector_paused() -> Iterator[None]:
 
 def prepare_imports(variables: dict[str, str]) -> None:
     """Set environment variables in a process that is about to import torch, and collect nothing meanwhile."""
-    set_environment(variables)
+    os.environ.update(variables)
     gc.disable()
 
 

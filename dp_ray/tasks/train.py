@@ -193,7 +193,7 @@ def end(
         if not has_stopped:
             # Raises StopRequested, once all have kept their work: a training that goes on later has no weights yet.
             context.control.leave()
-    context.control.end()
+    context.control.through()
     keep_weights(training)  # after the writer's end: the best ones are those of a checkpoint
     if stopping is not None and has_stopped and state.step < split.total_steps and context.world.rank == 0:
         context.send(stopping.stopped())

@@ -100,19 +100,10 @@ def test_a_forked_worker_is_what_the_asking_process_is(program: Path, tmp_path: 
     assert said["drawn"] != again["drawn"]
 
 
-def asked_at_last(server: Path, program: Path, folder: Path) -> tuple[dict[str, Any], int]:
-    """What a worker says that the server itself has forked: a helper forks the first ones, while it imports."""
-    until = time.monotonic() + SECONDS
-    while True:
-        said, _, asking = asked(server, program, folder)
-        if said["modules"] or time.monotonic() > until:
-            return said, asking
-
-
 def test_it_has_what_the_server_has_imported_and_not_ray(program: Path, tmp_path: Path) -> None:
     with quick_start.forking(KEYS) as server:
         assert server is not None
-        said, asking = asked_at_last(server, program, tmp_path)
+        said, _, asking = asked(server, program, tmp_path)
     assert said["modules"] == ["wave"]
     assert said["parent"] not in (os.getpid(), asking)
 
@@ -140,7 +131,7 @@ def test_who_is_killed_while_he_asks_ends_no_server(program: Path, tmp_path: Pat
             request = marshal.dumps(([str(program)], {}, str(tmp_path), [], False, 1))
             with open(os.devnull, "r+b") as nowhere:
                 socket.send_fds(leaving, [request], [nowhere.fileno()] * 3)
-        said, _ = asked_at_last(server, program, tmp_path)
+        said, _, _ = asked(server, program, tmp_path)
     assert said["modules"] == ["wave"]
 
 

@@ -62,9 +62,6 @@ OF_SERVING = (
     "dp_ray.system.imports",
     *OTHERS,
 )
-# The channel and Ray Train's controller are the first actors, and need neither torch nor what imports it: they start
-# while the server imports that for the workers.
-LIGHT, NUM_LIGHT = ("dp_ray.messages", "dp_ray.system.imports", "numpy", *OTHERS), 2
 OF_TRAINING = ("torch._dynamo",)  # torch imports it with the first optimizer, for nearly two seconds of a core
 THREADS = "OMP_NUM_THREADS"
 WAITING = 128  # requests that may wait until the server has imported what it needs
@@ -133,7 +130,7 @@ def imports_of(keys: WorkerKeys) -> Sequence[str]:
 @contextmanager
 def _started(listener: socket.socket, threads: str, modules: Sequence[str]) -> Iterator[None]:
     """Run the server's program while the block runs; should this process be killed, the program's stdin ends."""
-    given = json.dumps([list(map(str, sys.path)), modules, LIGHT, NUM_LIGHT])
+    given = json.dumps([list(map(str, sys.path)), modules])
     line = [sys.executable, fork_server.__file__, str(listener.fileno()), given]
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the driver's
