@@ -4,7 +4,7 @@ Without it, `start_local` is a plain `ray.init`, and each worker starts as Ray s
 seconds later.
 
 Workers are forked from a server, a process with torch imported (`cluster/fork_server.py`): each would take three
-seconds to import it. The server starts before Ray is imported, so this module imports Ray only where it is there.
+seconds to import it.
 The processes that nobody would ask anything are not started; each takes a second of a core.
 """
 
@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dp_ray.cluster import fork_server
 from dp_ray.cluster.internals import forked_worker
-from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.job.job import Job
 from dp_ray.job.keys import ModuleKeys, WorkerKeys
@@ -72,47 +71,27 @@ WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
 AGENTS = [sys.executable, "-S", "-E", str(Path(__file__).with_name("agents.py"))]
 
 
-class ForkServer(NamedTuple):
-    """A fork server that was started before Ray is imported: its socket, and the threads of torch in its forks."""
-
-    socket: Path
-    threads: str
-
-
 def is_quick() -> bool:
     """Return whether a Ray of dp_ray's own starts quickly: as the user says, else with a known Ray on Linux."""
     return os.environ.get(SWITCH, "0" if unknown_ray() or not forks_after_imports() else "1") != "0"
 
 
 @contextmanager
-def forking_early(keys: WorkerKeys, address: str | None) -> Iterator[ForkServer | None]:
-    """Start a fork server before Ray is imported, if the job will get a Ray of its own; it ends with the block."""
-    if address or ADDRESS in os.environ or JOB_CONFIG in os.environ:
-        yield None
-        return
-    with forking(keys) as server:
-        yield ForkServer(server, threads_of(keys)) if server is not None else None
-
-
-@contextmanager
-def forking(keys: WorkerKeys, early: ForkServer | None = None) -> Iterator[Path | None]:
-    """Start a fork server, or take an early one; gives the path of its socket. What it starts ends with the block.
+def forking(keys: WorkerKeys) -> Iterator[Path | None]:
+    """Start a fork server, which ends with the block; gives the path of its socket.
 
     None with `env`, which has to be set in a worker before torch is imported there.
     """
-    threads = threads_of(keys)
     if keys.env or not is_quick():
         yield None
-    elif early is not None and early.threads == threads:
-        yield early.socket
-    else:
-        with own_folder(short_folder()) as folder, socket.socket(socket.AF_UNIX) as listener:
-            path = Path(folder) / "fork-server"
-            listener.bind(str(path))
-            listener.listen(WAITING)
-            with _started(listener, threads, imports_of(keys)):
-                listener.close()  # so that nobody waits for an answer once the server has ended
-                yield path
+        return
+    with own_folder(short_folder()) as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(folder) / "fork-server"
+        listener.bind(str(path))
+        listener.listen(WAITING)
+        with _started(listener, threads_of(keys), imports_of(keys)):
+            listener.close()  # so that nobody waits for an answer once the server has ended
+            yield path
 
 
 def threads_of(keys: WorkerKeys) -> str:
