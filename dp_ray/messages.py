@@ -7,7 +7,7 @@ nor numpy, so that the controller's process need not wait for them.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,13 +38,21 @@ HERE = "here"  # the attempt of a run without workers
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """A worker has its rank, node and device, and is about to start the task."""
+    """A worker has its rank, node and device, and is about to start the task.
+
+    One that serves parallel modules is the process of this `name`, in the view of this number: its `handle` takes
+    calls. What `computes` there says which workers give the same bits.
+    """
 
     attempt: str
     world: "World"
     pid: int
     gpu_ids: tuple[str, ...]
     node_id: str = ""
+    name: str = ""
+    view: int = 0
+    computes: Mapping[str, str] = field(default_factory=dict)
+    handle: Any = None
 
 
 class WorkerPlace(NamedTuple):
@@ -55,20 +63,6 @@ class WorkerPlace(NamedTuple):
     pid: int
     device: str
     computes: Mapping[str, str]  # by which workers give the same bits, or not
-
-
-class Serves(NamedTuple):
-    """A worker serves parallel modules in a view, that of the `attempt`; its `handle` takes calls.
-
-    It is the process of this `name`.
-    """
-
-    name: str
-    view: int
-    attempt: str
-    world: "World"
-    place: WorkerPlace
-    handle: Any
 
 
 class MayLeave(NamedTuple):
@@ -369,7 +363,6 @@ class WorkerExit(Exception):
 
 Message = (
     WorkerReady
-    | Serves
     | MayLeave
     | Computes
     | Report
@@ -465,9 +458,6 @@ class StepControl:
         """Wait until all workers have kept their work, as this one has; then raise StopRequested."""
         raise StopRequested("stopped as it was asked")
 
-    def end(self) -> None:
-        """Note that the worker has nothing left to run."""
-
-    def take_calls(self, place: WorkerPlace) -> "Iterator[tuple[Any, SimpleQueue[tuple[Any, Exception | None]]]]":
-        """Say that the worker serves; yield each call with what takes the answer, or an error, until it leaves."""
+    def take_calls(self) -> "Iterator[tuple[Any, SimpleQueue[tuple[Any, Exception | None]]]]":
+        """Yield each call with what takes the answer, or an error, until the worker leaves."""
         yield from ()

@@ -16,7 +16,7 @@ import click
 from dp_ray import __version__
 from dp_ray.cli import completion, options
 from dp_ray.cli.begin import FIRST_SCREEN, init
-from dp_ray.cli.options import KeyOptions, announced, forked_early, say, say_import, show_error, take
+from dp_ray.cli.options import KeyOptions, announced, say, say_import, show_error, take
 from dp_ray.cli.places import kuberay, node, slurm
 from dp_ray.cli.remote import fetch, logs, status, stop, submit
 from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
@@ -82,13 +82,13 @@ def run(job_files: tuple[str, ...], keep_going: bool, as_json: bool, env_from: s
 
         keys = replace(keys, settings=(*keys.settings, *take_settings(env_from)))
     jobs = [load_job(job_file, keys.overrides()) for job_file in job_files]
-    # Before the imports below, which take seconds: Ray and what workers are forked from start meanwhile.
-    early = _at_end.enter_context(announced(jobs, flags["address"], flags["quiet"], flags["verbose"]))
+    # Before the imports below, which take seconds: Ray starts meanwhile.
+    connection = _at_end.enter_context(announced(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver.run import Options
     from dp_ray.driver.several import running
 
     failures: list[int] = []
-    of_each = Options(**flags, fork_server=early.fork_server, connection=early.connection)
+    of_each = Options(**flags, connection=connection)
     with running(jobs, of_each) as execute:
         for job in jobs:
             try:
@@ -148,12 +148,11 @@ def verify(job_file: str, workers: str, tolerance: float | None, resumed: bool, 
     counts = parse_counts(workers)
     job = load_job(job_file, replace(take(KeyOptions, flags), workers=str(counts[0])).overrides())
     say_import(job.run_name, flags["quiet"])
-    server = _at_end.enter_context(forked_early(job, flags["address"])) if max(counts) > 0 else None
     with collector_paused():
         from dp_ray.driver.run import Options
         from dp_ray.driver.verify import verify as run_verify
 
-    of_each = Options(**flags, overwrite=True, brief=True, fork_server=server)
+    of_each = Options(**flags, overwrite=True, brief=True)
     verdict = run_verify(job, counts, of_each, tolerance, resumed)
     click.echo(verdict.to_json() if as_json else harmless(str(verdict)))
     sys.exit(0 if verdict.same else 1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -26,7 +26,6 @@ from dp_ray.text import harmless, hide
 
 if TYPE_CHECKING:
     from dp_ray.cluster.connect import EarlyConnection
-    from dp_ray.cluster.internals.quick_start import ForkServer
 
 T = TypeVar("T")
 
@@ -149,60 +148,40 @@ def take(kind: type[T], options: dict[str, Any]) -> T:
     return kind(**{name: options.pop(name) for name in signature(kind).parameters if name in options})
 
 
-class EarlyStart(NamedTuple):
-    """What starts while torch is imported, for the workers of the jobs; None if they do not need it."""
-
-    fork_server: "ForkServer | None" = None
-    connection: "EarlyConnection | None" = None
-
-
 @contextmanager
-def announced(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[EarlyStart]:
-    """Print what begins, and begin to connect to Ray if a single job needs it; the end of the block ends both.
+def announced(
+    jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool
+) -> "Iterator[EarlyConnection | None]":
+    """Print what begins, and begin to connect to Ray if a single job needs it; the end of the block ends that.
 
     The block begins once Ray is connected or has failed: a Ray that starts takes over the environment, which the
     job's code may change.
     """
     name = jobs[0].run_name
-    with workers_begun(name, jobs, address, is_quiet) as server:
-        if len(jobs) > 1 or jobs[0].max_workers == 0:
-            yield EarlyStart(server)  # a session connects with the keys of all jobs
-            return
-        from dp_ray.cluster.connect import AWAIT_SECONDS, connected_early, what_begins, what_is_awaited
+    say_begin(name, jobs, is_quiet)
+    if len(jobs) > 1 or jobs[0].max_workers == 0:
+        yield None  # a session connects with the keys of all jobs
+        return
+    from dp_ray.cluster.connect import AWAIT_SECONDS, connected_early, what_begins, what_is_awaited
 
-        say_unless_quiet(f"{name}: {what_begins(address)}", is_quiet)
-        with connected_early(jobs[0], address, is_verbose, server) as connection:
-            with collector_paused():
-                from dp_ray.cluster import worker, workers  # noqa: F401
-                from dp_ray.monitor import monitor  # noqa: F401
-            raise_put_off()
-            with if_longer(AWAIT_SECONDS, lambda: say_unless_quiet(f"{name}: {what_is_awaited(address)}", is_quiet)):
-                connection.wait()
-            yield EarlyStart(server, connection)
+    say_unless_quiet(f"{name}: {what_begins(address)}", is_quiet)
+    with connected_early(jobs[0], address, is_verbose) as connection:
+        with collector_paused():
+            from dp_ray.cluster import worker, workers  # noqa: F401
+            from dp_ray.monitor import monitor  # noqa: F401
+        raise_put_off()
+        with if_longer(AWAIT_SECONDS, lambda: say_unless_quiet(f"{name}: {what_is_awaited(address)}", is_quiet)):
+            connection.wait()
+        yield connection
 
 
-@contextmanager
-def workers_begun(
-    name: str, jobs: Sequence[Job], address: str | None, is_quiet: bool
-) -> "Iterator[ForkServer | None]":
-    """Print what begins, and start the process that forks workers if jobs need one; it ends with the block."""
+def say_begin(name: str, jobs: Sequence[Job], is_quiet: bool) -> None:
+    """Say what is imported for the jobs; raises ClusterError if they need a Ray, and there is none."""
     if all(job.max_workers == 0 for job in jobs):
         say_unless_quiet(f"{name}: importing torch", is_quiet)
-        yield None
-        return
-    say_import(name, is_quiet)
-    with forked_early(jobs[0], address) as server:
-        yield server
-
-
-@contextmanager
-def forked_early(job: Job, address: str | None) -> "Iterator[ForkServer | None]":
-    """Start the process that forks the workers of a Ray of this process; it ends with the block."""
-    check_ray()
-    from dp_ray.cluster.internals.quick_start import forking_early
-
-    with forking_early(job, address) as server:
-        yield server
+    else:
+        say_import(name, is_quiet)
+        check_ray()
 
 
 def say_import(name: str, is_quiet: bool) -> None:

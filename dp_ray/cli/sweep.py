@@ -1,14 +1,13 @@
 """The command that runs a job with several values of some of its keys: sweep."""
 
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dp_ray.cli import options
-from dp_ray.cli.options import KeyOptions, take, workers_begun
+from dp_ray.cli.options import KeyOptions, say_begin, take
 from dp_ray.errors import JobError
 from dp_ray.job.files import job_maker
 from dp_ray.system.imports import check_installed, collector_paused
@@ -61,22 +60,19 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
 
     base = located(jobs[0].storage)
     record = open_record(definition, base, is_new)
-    server = None
-    with ExitStack() as until_said:
-        if not record.is_over:  # else it is only shown, which needs neither torch nor Ray
-            if not dry_run:
-                begins = workers_begun(definition.name, jobs, flags["address"], flags["quiet"])
-                server = until_said.enter_context(begins)
-            with collector_paused():
-                from dp_ray.driver.run import Options
-                from dp_ray.sweeps import run
-            run.check_jobs(jobs)
-            if not is_new:
-                run.check_places(record, base)
-            if not dry_run:
-                of_each = Options(**flags, fork_server=server)
-                run.run_sweep(record, base, of_each, parallel, fail_fast, is_new)
-        _show(record, base, dry_run, as_json)
+    # A sweep that is over is only shown: it needs neither torch nor Ray.
+    if not dry_run and not record.is_over:
+        say_begin(definition.name, jobs, flags["quiet"])
+    if not record.is_over:
+        with collector_paused():
+            from dp_ray.driver.run import Options
+            from dp_ray.sweeps import run
+        run.check_jobs(jobs)
+        if not is_new:
+            run.check_places(record, base)
+    if not dry_run and not record.is_over:
+        run.run_sweep(record, base, Options(**flags), parallel, fail_fast, is_new)
+    _show(record, base, dry_run, as_json)
 
 
 @dataclass(frozen=True)

@@ -276,24 +276,12 @@ class Channel:
         """Return the request to the workers, and the terms of the job that they run."""
         return self._request, self._terms
 
-    async def learn(
-        self,
-        number: int,
-        kind: str = "",
-        avoided: tuple[str, ...] = (),
-        broken: tuple[str, ...] = (),
-        starts_fail: bool = False,
-    ) -> None:
+    async def learn(self, number: int, **found: Any) -> None:
         """Have job `number` go on with what was found out: see `Terms`. Nodes come to those that are known."""
-        terms = self._terms
-        if number == terms.number:
-            self._terms = replace(
-                terms,
-                kind=kind or terms.kind,
-                avoided=tuple(dict.fromkeys((*terms.avoided, *avoided))),
-                broken=tuple(dict.fromkeys((*terms.broken, *broken))),
-                starts_fail=starts_fail or terms.starts_fail,
-            )
+        if number == self._terms.number:
+            for name in found.keys() & {"avoided", "broken"}:
+                found[name] = tuple(dict.fromkeys((*getattr(self._terms, name), *found[name])))
+            self._terms = replace(self._terms, **found)
 
     async def fire(self, fault: int) -> bool:
         """Return whether a fault is still to be injected: true on the first call only, over all attempts."""
@@ -320,15 +308,20 @@ class Channel:
 
     async def has_views(self, number: int, group: str = "") -> bool:
         """Return whether workers of this group, by default of the last one, run job `number` in views already."""
-        is_theirs = self._terms.number == number and (not group or group in self._groups[-1:])
-        return is_theirs and self._membership is not None and self._membership.view.number > 0
+        membership = self._membership_in(number)
+        is_theirs = not group or group in self._groups[-1:]
+        return is_theirs and membership is not None and membership.view.number > 0
+
+    def _membership_in(self, number: int) -> Membership | None:
+        """Return the membership of job `number`; None if it does not run, or not yet."""
+        return self._membership if number == self._terms.number else None
 
     async def gone(self, number: int, names: list[str]) -> set[str]:
         """Return those of these processes without which job `number` goes on, though they may live.
 
         They are waited for: a member among them that gives no sign, and asks for no view, is left out.
         """
-        there = self._membership if number == self._terms.number else None
+        there = self._membership_in(number)
         if there is None:
             return set()
         async with self._changed:
@@ -338,16 +331,17 @@ class Channel:
 
     async def exclude(self, number: int, name: str, why: str) -> None:
         """Have job `number` go on without the process of this name."""
-        if number == self._terms.number and self._membership is not None:
+        if (membership := self._membership_in(number)) is not None:
             async with self._changed:
-                self._membership.exclude([name], why)
-                self._settle(self._membership)
+                membership.exclude([name], why)
+                self._settle(membership)
 
     async def break_up(self, number: int, view: int) -> None:
         """Have the workers of job `number` leave the view of this number at once, and make another."""
-        if number == self._terms.number and self._membership is not None and self._membership.view.number == view:
+        membership = self._membership_in(number)
+        if membership is not None and membership.view.number == view:
             async with self._changed:
-                self._membership.break_up()
+                membership.break_up()
                 self._changed.notify_all()
 
     async def lost(self) -> set[int]:
@@ -466,23 +460,23 @@ class Channel:
 
     async def ranks(self, number: int, slots: tuple[int, ...]) -> dict[int, int]:
         """Return the ranks of those in these slots that take part and were not lost before, by their slots."""
-        membership = self._membership if number == self._terms.number else None
+        membership = self._membership_in(number)
         if membership is None or not membership.view.number:
             return {slot: slot for slot in slots if slot < self._terms.workers}
         return membership.ranks(slots)
 
     async def silent(self, number: int, seconds: float) -> list[Member]:
         """Return the members that have given no sign for so many seconds; none if no job runs in views."""
-        membership = self._membership
-        if number != self._terms.number or membership is None:
+        membership = self._membership_in(number)
+        if membership is None:
             return []
         late = time.monotonic() - seconds
         return [member for member in membership.awaited() if self._heard.get(member.name, late) <= late]
 
     async def drain(self, number: int, node_ids: tuple[str, ...], why: str) -> None:
         """Have the members on these nodes leave after a step, for good; then the driver is told why."""
-        membership = self._membership
-        if number == self._terms.number and membership is not None and membership.view.number:
+        membership = self._membership_in(number)
+        if membership is not None and membership.view.number:
             membership.drain(node_ids, why)
 
     async def lose(self, number: int, slots: tuple[int, ...], why: str) -> None:

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 import dp_ray
 from dp_ray.cluster.internals import core
-from dp_ray.cluster.internals.quick_start import ForkServer, forking, start_local
+from dp_ray.cluster.internals.quick_start import forking, start_local
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.cluster.resources import (
     Resources,
@@ -95,13 +95,10 @@ class EarlyConnection(threading.Thread):
 
 
 @contextmanager
-def connected(
-    keys: WorkerKeys, address: str | None, verbose: bool, fork_server: ForkServer | None = None
-) -> Iterator[None]:
+def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
-    The address is `address`, in a job that of its cluster, else RAY_ADDRESS. An embedded Ray has its workers forked
-    by `fork_server`, if that serves such workers. Raises ClusterError if no Ray answers.
+    The address is `address`, in a job that of its cluster, else RAY_ADDRESS. Raises ClusterError if no Ray answers.
     """
     if ray.is_initialized():
         if ray.get_runtime_context().namespace == OF_MODULES:  # which leave no room for others
@@ -110,17 +107,17 @@ def connected(
             )
         yield
     else:
-        with _connected(keys, address, verbose, fork_server):
+        with _connected(keys, address, verbose):
             yield
 
 
 @contextmanager
-def _connected(keys: WorkerKeys, address: str | None, verbose: bool, early: ForkServer | None) -> Iterator[None]:
+def _connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
     found = address_of(address)
     with (
-        nullcontext() if found else forking(keys, early) as fork_server,
+        nullcontext() if found else forking(keys) as fork_server,
         core.environment_kept(),
         own_folder(short_folder()) as folder,
         core.raylets_hushed(verbose),
@@ -139,17 +136,12 @@ def is_connected() -> bool:
 
 
 @contextmanager
-def connected_early(
-    keys: WorkerKeys,
-    address: str | None,
-    verbose: bool,
-    fork_server: ForkServer | None = None,
-) -> Iterator[EarlyConnection]:
+def connected_early(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[EarlyConnection]:
     """Begin to connect in a thread; who is given the connection waits for it by entering it, and ends it.
 
     After the block it has ended in any case.
     """
-    early = EarlyConnection(lambda: _connected(keys, address, verbose, fork_server))
+    early = EarlyConnection(lambda: _connected(keys, address, verbose))
     early.start()
     try:
         yield early

@@ -16,8 +16,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TextIO
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 BEGIN_SECONDS = 30  # from then on Ray sees that its raylet has ended
 
@@ -38,21 +38,18 @@ class ForkRequest(NamedTuple):
     files: list[int]
 
 
-def main(listening: int, path: list[str], modules: list[str], light: Sequence[str] = (), num_light: int = 0) -> None:
-    """Import modules with `path` as sys.path, and fork workers until stdin ends: first `light`, then `modules`.
+def main(listening: int, path: list[str], modules: list[str]) -> None:
+    """Import modules with `path` as sys.path, then fork workers until stdin ends.
 
-    Of the workers that are asked for meanwhile, the first `num_light` do not wait for `modules`. In each worker,
-    `fork_for_each` returns what it is to be.
+    In each worker, `fork_for_each` returns what it is to be.
     """
     own_path = [
         folder for folder in sys.path[1:] if folder not in python_path(os.environ)
     ]  # the first is this file's folder
     sys.path[:] = path
-    import_all(light)
+    import_all(modules)
     with socket.socket(fileno=listening) as listener:
-        request = serve_meanwhile(listener, num_light, lambda: import_all(modules)) or fork_for_each(
-            listener, sys.stdin
-        )
+        request = fork_for_each(listener)
     if request is not None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         take_place(request)
@@ -72,34 +69,13 @@ def import_all(modules: Sequence[str]) -> None:
     gc.enable()
 
 
-def serve_meanwhile(listener: socket.socket, num_workers: int, do: Callable[[], object]) -> ForkRequest | None:
-    """Do something, while a helper forks as many workers. In a worker return the request, else None."""
-    end, held = os.pipe()
-    helper = os.fork()
-    if helper == 0:
-        os.close(held)
-        with open(end) as until:  # which ends if the server is killed, too
-            request = fork_for_each(listener, until, num_workers)
-        if request is None:
-            os._exit(0)
-        return request
-    os.close(end)
-    do()
-    os.close(held)
-    # Not before it has ended: of two that wait for the same request, one would wait for the next, which needs `do`.
-    os.waitpid(helper, 0)
-    return None
-
-
-def fork_for_each(listener: socket.socket, until: TextIO, most: int | None = None) -> ForkRequest | None:
-    """Fork a worker for each request, `most` in all. In a worker return the request, else None once `until` ends."""
+def fork_for_each(listener: socket.socket) -> ForkRequest | None:
+    """Fork a worker for each request. In a worker return the request, else None once stdin ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     waiting = select.poll()  # select() takes no file number above 1,023: the listener has that of a driver's file
-    for stream in (listener, until):
+    for stream in (listener, sys.stdin):
         waiting.register(stream, select.POLLIN)
-    while most != 0:
-        if until.fileno() in dict(waiting.poll()):
-            return None
+    while sys.stdin.fileno() not in dict(waiting.poll()):
         connection, _ = listener.accept()
         with connection:
             try:
@@ -114,7 +90,6 @@ def fork_for_each(listener: socket.socket, until: TextIO, most: int | None = Non
                 connection.sendall(b"forked")
         for file in request.files:
             os.close(file)
-        most = None if most is None else most - 1
     return None
 
 

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 from torch.distributed import distributed_c10d
 
 from dp_ray.cluster.channel import Ask, WorkerConfig, encoded, send
-from dp_ray.cluster.flight_recorder import recorded_collectives
 from dp_ray.cluster.group import STUCK_SECONDS
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
 from dp_ray.cluster.internals.train_worker import Answer, messages
@@ -33,19 +32,20 @@ from dp_ray.messages import (
     MayLeave,
     Message,
     Note,
-    Serves,
     Started,
     StepControl,
-    WorkerPlace,
     beat_interval,
 )
-from dp_ray.monitor.faults import Fault
 from dp_ray.rundir.files import FLIGHT_RECORDER
 from dp_ray.storage import Storage
 from dp_ray.system.threads import last_call, waits_for
+from dp_ray.telemetry.flight_recorder import recorded_collectives
+
+if TYPE_CHECKING:  # what jobs need: modules are served without it
+    from dp_ray.monitor.faults import Fault
 
 
-def bring_about(fault: Fault, driver_node: str) -> None:
+def bring_about(fault: "Fault", driver_node: str) -> None:
     """Inject a fault into this worker or its node; a fault of the driver does nothing here, the driver ends itself.
 
     Raises JobError if the driver runs on the node, and ClusterError if Ray refuses to drain it.
@@ -88,7 +88,7 @@ class Heartbeat(StepControl):
         world: World,
         run: Storage,
         limit: float | None,
-        faults: Sequence[Fault] = (),
+        faults: "Sequence[Fault]" = (),
     ) -> None:
         self._worker = worker
         self._stuck_since: float | None = None  # in a collective, since it was asked to leave its view at once
@@ -143,7 +143,7 @@ class Heartbeat(StepControl):
                 self._inject(fault)
         self._due_delay = self._delay
 
-    def _inject(self, fault: Fault) -> None:
+    def _inject(self, fault: "Fault") -> None:
         # An earlier attempt may have injected it; a worker is slow in each attempt.
         if fault.action != "slow" and not ray.get(self._worker.channel.fire.remote(fault.number)):
             return
@@ -182,15 +182,8 @@ class Heartbeat(StepControl):
         self.is_to_rejoin = ray.get(self._worker.channel.end.remote(*place, False, not self.is_to_rejoin))
         super().leave()
 
-    def end(self) -> None:
-        """Note that this worker has nothing left to run."""
-        self.through()
-
-    def take_calls(self, place: WorkerPlace) -> Iterator[tuple[Any, Answer]]:
-        """Say that this worker serves in its view, and yield each call, until the view is to be left."""
-        worker, handle = self._worker, ray.get_runtime_context().current_actor
-        serves = Serves(worker.name, worker.view, self.attempt, self._world, place, handle)
-        send(worker.channel, serves, worker.number, name=worker.name)
+    def take_calls(self) -> Iterator[tuple[Any, Answer]]:
+        """Yield each call, until the view is to be left."""
         self._takes_calls = True
         if self.is_to_rejoin:  # a beat has heard so while the group formed
             self._send(MayLeave(self.attempt))

@@ -24,8 +24,20 @@ from dp_ray.cluster.resources import resources_text
 from dp_ray.cluster.workers import Say, free_text
 from dp_ray.errors import ClusterError, Error
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Failed, Finished, Interrupted, MayLeave, Note, Printed, Serves, Starting, Waits, error_of
-from dp_ray.monitor.attempts import LongWaits
+from dp_ray.messages import (
+    Failed,
+    Finished,
+    Interrupted,
+    MayLeave,
+    Note,
+    Printed,
+    Starting,
+    Waits,
+    WorkerPlace,
+    WorkerReady,
+    error_of,
+)
+from dp_ray.monitor.attempts import Attempts, LongWaits
 from dp_ray.rundir.numerics import Numerics, difference, kinds_of, refusal
 from dp_ray.serving.wire import Lost, ServingWorker, framed, has_left, unframed
 from dp_ray.text import counted
@@ -44,6 +56,11 @@ class RayMember(ServingWorker):
 
     name: str
     handle: Any
+
+
+def _member(ready: WorkerReady) -> RayMember:
+    place = WorkerPlace(ready.world.node, ready.node_id, ready.pid, str(ready.world.device), ready.computes)
+    return RayMember(place, name=ready.name, handle=ready.handle)
 
 
 class RayServing:
@@ -69,8 +86,7 @@ class RayServing:
         self._at_end = at_end
         self._is_last = is_last
         self.members: list[RayMember] = []  # of the view, by rank
-        self._view: Serves | None = None  # what a member of the newest view has said
-        self._in_view: dict[int, RayMember] = {}  # those who have said it, by rank
+        self._views = Attempts()
         self._unsettled: dict[RayMember, Any] = {}  # references to answers that nobody has waited for to the end
         self._has_served = False
         self._has_changed = True
@@ -78,7 +94,7 @@ class RayServing:
         self._began = time.monotonic()
         # What the thread has heard, under the condition's lock.
         self._heard = threading.Condition()
-        self._arrived: list[Serves | MayLeave | Interrupted] = []
+        self._arrived: list[WorkerReady | MayLeave | Interrupted] = []
         self._placed_at: float | None = None  # when there was room for the workers
         self._phase = "starting Ray Train"
         self._failed: Failed | None = None
@@ -123,7 +139,7 @@ class RayServing:
 
     def _hear(self, message: Any) -> None:
         match message:
-            case Serves() | MayLeave():
+            case WorkerReady() | MayLeave():
                 self._arrived.append(message)
             case Starting(what=what):
                 self._placed_at, self._phase = self._placed_at or time.monotonic(), what
@@ -160,10 +176,10 @@ class RayServing:
 
     def _leave_view(self) -> None:
         """Have all leave their view, if they have not left it already: so a next one comes."""
-        if self._view is not None:
-            self._workers.channel.break_up.remote(self._job_number, self._view.view)
-            for member in self._in_view.values():
-                member.handle.answer.remote(framed((self._view.attempt, None)))
+        if ready := self._views.ready:
+            self._workers.channel.break_up.remote(self._job_number, ready[0].view)
+            for worker in ready:
+                worker.handle.answer.remote(framed((worker.attempt, None)))
 
     def keep_one_kind(self) -> None:
         """Take no worker from now on that computes differently; raises JobError if there is one already."""
@@ -183,9 +199,9 @@ class RayServing:
                     del self._arrived[0]
                 if self.members and not self._has_changed:
                     return
-                if self._view is not None and self._view.attempt != left and self._is_whole:
+                if self._views.is_whole and self._attempt != left:
                     self._leave_view()
-                    left = self._view.attempt
+                    left = self._attempt
                 if self.is_closed:
                     raise ClusterError("the workers serve no longer: they were closed")
                 if self._failed is not None:
@@ -214,35 +230,31 @@ class RayServing:
         elif now - self._placed_at > START_SECONDS:
             raise ClusterError(f"no worker has started in {START_SECONDS:g} s")
 
-    @property
-    def _is_whole(self) -> bool:
-        """Whether all of the newest view have said that they serve in it."""
-        return self._view is not None and len(self._in_view) == self._view.world.world_size
-
     def _num_ready(self) -> int:
-        return 0 if self._is_whole else len(self._in_view)
+        return 0 if self._views.is_whole else len(self._views.ready)
 
-    def _take_in(self, told: Serves | MayLeave | Interrupted) -> None:
+    @property
+    def _attempt(self) -> str:
+        """That of the newest view; "" before one of its members is ready."""
+        return self._views.ready[0].attempt if self._views.ready else ""
+
+    def _take_in(self, told: WorkerReady | MayLeave | Interrupted) -> None:
         """Take in who is in the newest view, or that it ends: of a view the channel tells before the next one."""
         self._has_changed = True
-        if not isinstance(told, Serves):
+        if not isinstance(told, WorkerReady):
             return
-        if self._computes and told.place.computes != self._computes:
-            there = [("the others", self._computes), (told.place.node, told.place.computes)]
-            why = f"no worker is taken on {told.place.node}, which would change the bits: {difference(there)}"
+        if self._computes and told.computes != self._computes:
+            node = told.world.node
+            there = [("the others", self._computes), (node, told.computes)]
+            why = f"no worker is taken on {node}, which would change the bits: {difference(there)}"
             self._say(why)
-            self._workers.channel.learn.remote(self._job_number, avoided=(told.place.node_id,))
+            self._workers.channel.learn.remote(self._job_number, avoided=(told.node_id,))
             self._exclude(told.name, why)
             return
         self._has_served = True
-        if self._view is None or self._view.attempt != told.attempt:
-            self._in_view = {}
-        self._view = told
-        known = {member.name: member for member in self.members}  # with what they have loaded
-        newcomer = RayMember(told.place, name=told.name, handle=told.handle)
-        self._in_view[told.world.rank] = known.get(told.name, newcomer)
-        if self._is_whole:
-            self.members = [self._in_view[rank] for rank in sorted(self._in_view)]
+        if workers := self._views.take(told):
+            known = {member.name: member for member in self.members}  # with what they have loaded
+            self.members = [known.get(worker.name) or _member(worker) for worker in workers]
             self._has_changed = False
 
     def _exclude(self, name: str, why: str) -> None:
@@ -258,10 +270,9 @@ class RayServing:
         The answer of a member that is gone is `Lost`. Raises what answering has raised, once all have ended.
         """
         self._settle()
-        attempt = self._view.attempt if self._view is not None else ""
         try:
             for member, message in messages.items():
-                self._unsettled[member] = member.handle.answer.remote(framed((attempt, message)))
+                self._unsettled[member] = member.handle.answer.remote(framed((self._attempt, message)))
         except BaseException:  # as of Ctrl-C: those that have a message may wait for others that have none
             self._has_changed = True
             self._leave_view()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from dp_ray.cluster.channel import GROUP, OUT, Ask, Terms, WorkerConfig, send
+from dp_ray.cluster.channel import GROUP, OUT, SERVE, Ask, Terms, WorkerConfig, send
 from dp_ray.cluster.group import SOON, leave_view, next_view, place_of_worker, process_group, report, with_devices
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.prints import Lines, forwarded_prints
@@ -26,9 +26,8 @@ from dp_ray.engine.user_code import is_out_of_memory
 from dp_ray.engine.world import Trouble, World, trouble_of, without_frames
 from dp_ray.errors import JobError, StorageError, WorkerError
 from dp_ray.messages import Ending, Finished, Logged, StopRequested, WorkerExit, WorkerReady
-from dp_ray.monitor.faults import Fault
 from dp_ray.process.isolation import isolated
-from dp_ray.process.numerics import OtherKind
+from dp_ray.process.numerics import OtherKind, computes_on
 from dp_ray.rundir.files import FLIGHT_RECORDER, NCCL_RECORD
 from dp_ray.storage import Storage
 from dp_ray.system.imports import import_from, imported_files
@@ -37,6 +36,7 @@ from dp_ray.system.process import environment
 if TYPE_CHECKING:  # what jobs need: modules are served without it
     from dp_ray.job.job import Job
     from dp_ray.job.keys import WorkerKeys
+    from dp_ray.monitor.faults import Faults
     from dp_ray.tasks.held import Held
 
 
@@ -54,7 +54,7 @@ class Assignment:
     run_dir: str = field(default="", repr=False)  # a URL may hold a secret
     token: str = ""
     step_seconds: float | None = None
-    faults: tuple[Fault, ...] = ()
+    faults: "Faults" = ()
     rows: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -197,7 +197,10 @@ def run_assigned(
                 flight.create()  # NCCL makes no folder
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
-        send(channel, WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id), worker.number)
+        ready = WorkerReady(attempt, world, os.getpid(), gpus, worker.node_id, worker.name, worker.view)
+        if assigned.task == SERVE:
+            ready = replace(ready, computes=computes_on(str(world.device)), handle=context.current_actor)
+        send(channel, ready, worker.number, name=worker.name)
         if assigned.job is None:
             assigned.job = assignment_of(packed, world)[0].job
         import_module(assigned.task).run_task(

@@ -83,7 +83,7 @@ def result_of(
         shards=job.num_shards,
         batch_dim=job.batch_dim,
         world_sizes=list(incidents.world_sizes),
-        workers=[_worker_values(worker, times) for worker in attempts[-1].workers] if attempts else [],
+        workers=[_worker_values(worker, times) for worker in attempts[-1]] if attempts else [],
         data_wait_share=share_of_wait(list(times.values())),
         restarts=len(incidents.interruptions),
         interruptions=[interruption.to_json() for interruption in incidents.interruptions],

@@ -40,7 +40,6 @@ from dp_ray.text import listed, relative
 
 if TYPE_CHECKING:
     from dp_ray.cluster.connect import EarlyConnection
-    from dp_ray.cluster.internals.quick_start import ForkServer
     from dp_ray.trackers.process import RunTrackers
 
 
@@ -57,8 +56,7 @@ class Options:
     resume: bool = False  # the caller says that the Python objects are those of the run
     # No flags:
     brief: bool = False  # the run is but a means to an end, so that its epochs need few lines
-    fork_server: "ForkServer | None" = None  # what the command line starts while it imports torch
-    connection: "EarlyConnection | None" = None  # the same, for the own workers of a single job
+    connection: "EarlyConnection | None" = None  # which the command line makes while it imports torch
 
 
 def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
@@ -95,7 +93,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
 def options_of(keys: dict[str, Any]) -> Options:
     """Take the options out of the keywords of `run`, and leave the job's keys."""
-    names = {field.name for field in dataclasses.fields(Options)} - {"brief", "fork_server", "connection"}
+    names = {field.name for field in dataclasses.fields(Options)} - {"brief", "connection"}
     if not isinstance(keys.get("resume", False), bool):
         names.remove("resume")  # a path, as in other libraries: the job rejects that key with a hint
     return Options(**{name: keys.pop(name) for name in names & keys.keys()})

@@ -65,8 +65,7 @@ def session(
 class Session:
     """Workers that stay, with torch imported and their resources held, and run one job after another.
 
-    `dp_ray.session` makes one. Of the `options`, the address of Ray, quiet, verbose and the fork server are the
-    session's.
+    `dp_ray.session` makes one. Of the `options`, the address of Ray, quiet and verbose are the session's.
 
     >>> import dp_ray, torch
     >>> with dp_ray.session(workers=2, quiet=True) as session, session.parallel(torch.nn.Linear(1, 2)) as model:
@@ -308,7 +307,7 @@ class SessionWorkers:
             all_workers = self.most * (self.at_a_time or 1)
             of_all = self._keys.model_copy(update={"workers": all_workers})
             with if_longer(connect.AWAIT_SECONDS, lambda: say(connect.what_is_awaited(address))):
-                opening.enter_context(connect.connected(of_all, address, verbose, self._options.fork_server))
+                opening.enter_context(connect.connected(of_all, address, verbose))
             if self.at_a_time != 1:
                 self.at_a_time = connect.sessions_that_fit(self._keys, self.at_a_time)
                 # If several sessions run at a time, the others use this connection, which then stays.

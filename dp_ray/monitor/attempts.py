@@ -22,18 +22,11 @@ from dp_ray.storage import Storage
 from dp_ray.text import listed
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """The workers of one attempt, in the order of their ranks."""
-
-    workers: tuple[WorkerReady, ...]
-
-
 @dataclass(eq=False)
 class Attempts:
-    """All attempts so far, and the state of the newest."""
+    """All attempts so far, each with its workers in the order of their ranks, and the state of the newest."""
 
-    begun: list[Attempt] = field(default_factory=list)
+    begun: list[tuple[WorkerReady, ...]] = field(default_factory=list)
     is_awaited: bool = True  # whether no attempt has all of its workers
     _current: str | None = None
     _newest: str | None = None  # the attempt whose worker was the last to become ready
@@ -50,7 +43,7 @@ class Attempts:
         if len(here) < worker.world.world_size:
             return ()
         workers = tuple(here[rank] for rank in sorted(here))
-        self.begun.append(Attempt(workers))
+        self.begun.append(workers)
         self._current = worker.attempt
         self.is_awaited = False
         return workers
@@ -64,7 +57,17 @@ class Attempts:
         """Return how many workers of the attempt to come are ready; None if none is to come."""
         if not self.is_awaited:
             return None
-        return len(self._gathering[self._newest]) if self._newest is not None else 0
+        return len(self.ready)
+
+    @property
+    def ready(self) -> tuple[WorkerReady, ...]:
+        """The workers that are ready of the attempt of which one was the last to become so."""
+        return () if self._newest is None else tuple(self._gathering[self._newest].values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all of their attempt."""
+        return self._newest is not None and self.is_current(self._newest)
 
     def is_current(self, attempt: str) -> bool:
         """Return whether this is the newest attempt that has begun."""
@@ -96,14 +99,14 @@ class Attempts:
 
     def workers(self, ranks: tuple[int, ...]) -> list[WorkerReady]:
         """Return the newest attempt's workers with these ranks."""
-        newest = {worker.world.rank: worker for worker in self.begun[-1].workers} if self.begun else {}
+        newest = {worker.world.rank: worker for worker in self.begun[-1]} if self.begun else {}
         return [newest[rank] for rank in ranks if rank in newest]
 
     def finish(self, message: Finished) -> tuple[Finished, ...]:
         """Note that a worker has left the job; return how the newest attempt's workers have, once all have."""
         self._finished.setdefault(message.attempt, {})[message.rank] = message
         here = self._finished.get(self._current or "", {})
-        return tuple(here.values()) if self.begun and len(here) == len(self.begun[-1].workers) else ()
+        return tuple(here.values()) if self.begun and len(here) == len(self.begun[-1]) else ()
 
 
 SAY_AFTER = (10.0, 60.0, 300.0)  # seconds of a wait; from then on every REPEAT_SECONDS

@@ -22,7 +22,8 @@ def filled(name: str, lines: Mapping[str, str]) -> str:
     text = Path(__file__).with_name(name).read_text()
     for begin, line in lines.items():
         pattern = rf"(?m)^( *){re.escape(begin)}.*?(  #.*)?$"
-        text = re.sub(pattern, lambda found, line=line: f"{found[1]}{line}{found[2] or ''}", text)  # type: ignore[misc]
+        text, times = re.subn(pattern, lambda found, line=line: f"{found[1]}{line}{found[2] or ''}", text)  # type: ignore[misc]
+        assert times, f"{name} has no line {begin!r}"
     return text
 
 

@@ -20,7 +20,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from dp_ray.errors import JobError, is_users
-from dp_ray.system.process import set_environment
 
 
 @contextmanager
@@ -44,7 +43,7 @@ def check_installed(what: str, package: str, extra: str) -> None:
 
 def prepare_imports(variables: dict[str, str]) -> None:
     """Set environment variables in a process that is about to import torch, and collect nothing meanwhile."""
-    set_environment(variables)
+    os.environ.update(variables)
     gc.disable()
 
 

@@ -80,11 +80,6 @@ def remove_orphans(parent: Path) -> None:
 SETTING = re.compile(r"(--set=)?env(\.[^=]*)?=")
 
 
-def set_environment(values: dict[str, str]) -> None:
-    """Set environment variables and keep them: for a process that ends with the job."""
-    os.environ.update(values)
-
-
 def is_env(setting: str) -> bool:
     """Return whether a `--set KEY=VALUE` sets `env` or a variable in it."""
     return bool(SETTING.match(setting))

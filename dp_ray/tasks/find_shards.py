@@ -38,7 +38,7 @@ def find_shards(context: Context) -> None:
         if not worst:
             if world.rank == 0:
                 context.send(ShardsFound(count))
-            context.control.end()
+            context.control.through()
             return
     raise JobError(
         f"shards: auto: a shard of a single row does not fit: {worst}; {advice(job, ShardSize(1, rows, count))}"

@@ -77,7 +77,6 @@ def predict_outputs(context: Context) -> None:
     run.send_times()
     if not is_whole:
         control.leave()  # raises StopRequested, once all have kept their work
-    control.end()
 
 
 def _ran(

@@ -3,7 +3,6 @@
 A worker leaves its view where a collective fails, or between two calls.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,8 +11,7 @@ import torch
 from dp_ray.engine.world import World, is_gpu, pickler, text_of
 from dp_ray.errors import WorkerError
 from dp_ray.job.keys import WorkerKeys
-from dp_ray.messages import Send, StepControl, StopRequested, WorkerPlace
-from dp_ray.process.numerics import computes_on
+from dp_ray.messages import Send, StepControl, StopRequested
 from dp_ray.serving import wire
 from dp_ray.serving.served import Served
 from dp_ray.storage import Storage
@@ -24,7 +22,6 @@ class Held:
     """What a process keeps of its modules from one view to the next."""
 
     served: Served | None = None
-    place: WorkerPlace | None = None
     finished = 0  # no worker has more than another
 
     def lets_go(self) -> bool:
@@ -43,13 +40,11 @@ def run_task(
 
     Raises StopRequested then, and WorkerError if this worker has left its group already.
     """
-    if held.served is None or held.place is None:
+    if held.served is None:
         if is_gpu(world.device):
             torch.cuda.set_device(world.device)
-        device = str(world.device)
-        held.served = Served(device, pickler())
-        held.place = WorkerPlace(world.node, control.node_id, os.getpid(), device, computes_on(device))
-    for given, answer in control.take_calls(held.place):
+        held.served = Served(str(world.device), pickler())
+    for given, answer in control.take_calls():
         try:
             attempt, asked = wire.unframed(given)
             if attempt != control.attempt:

@@ -185,7 +185,7 @@ def end(training: Training, stopping: Stopping, hooks: HookCalls | None, quarant
         if not stopping.has_stopped:
             # Raises StopRequested, once all have kept their work: a training that goes on later has no weights yet.
             context.control.leave()
-    context.control.end()
+    context.control.through()
     keep_weights(training)  # after the writer's end: the best ones are those of a checkpoint
     if ends_early and context.world.rank == 0:
         context.send(stopping.stopped())

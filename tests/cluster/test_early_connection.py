@@ -13,7 +13,6 @@ import pytest
 from dp_ray.cli import main
 from dp_ray.cluster import connect, own, workers
 from dp_ray.cluster.connect import EarlyConnection, connected, connected_early
-from dp_ray.cluster.internals.quick_start import ForkServer
 from dp_ray.cluster.own import OwnWorkers
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.job.job import Job
@@ -30,7 +29,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
 
     @contextmanager
-    def fake(keys: WorkerKeys, address: str | None, verbose: bool, server: ForkServer | None) -> Iterator[None]:
+    def fake(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
         thread = threading.current_thread()
         said.append(f"begins to connect to {address}")
         if address == "nowhere":

@@ -1,4 +1,4 @@
-"""The fork server: the first workers do not wait for what the later ones need."""
+"""The fork server: its workers have what it has imported, and it ends with its driver or its raylet."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from dp_ray.cluster import fork_server
-from dp_ray.cluster.internals import forked_worker, quick_start
+from dp_ray.cluster.internals import forked_worker
 from dp_ray.system.process import own_folder, short_folder
 from tests.support.within import within
 
 SECONDS = 60.0
 # A worker's program: writes which of the modules were imported before it was forked.
-PROGRAM = "import sys\nopen(sys.argv[1], 'w').write(' '.join(sorted({'light', 'heavy'} & sys.modules.keys())))\n"
-# What only the later workers need: it is imported once a file is there.
+PROGRAM = "import sys\nopen(sys.argv[1], 'w').write(' '.join(sorted({'heavy'} & sys.modules.keys())))\n"
+# What the workers need: it is imported once a file is there.
 HEAVY = "import pathlib, time\nwhile not pathlib.Path({path!r}).exists(): time.sleep(0.05)\n"
 
 
@@ -32,16 +32,15 @@ def short_path() -> Iterator[Path]:
 
 
 @contextmanager
-def serving(folder: Path, num_light: int) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+def serving(folder: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     """The path of a server's socket, and its process."""
-    (folder / "light.py").write_text("")
     (folder / "heavy.py").write_text(HEAVY.format(path=str(folder / "go")))
     (folder / "program.py").write_text(PROGRAM)
     path = folder / "socket"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(8)
-        given = json.dumps([[str(folder), *sys.path], ["heavy"], ["light"], num_light])
+        given = json.dumps([[str(folder), *sys.path], ["heavy"]])
         line = [sys.executable, fork_server.__file__, str(listener.fileno()), given]
         server = subprocess.Popen(line, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
     with server:
@@ -63,27 +62,24 @@ def told(folder: Path, name: str) -> str:
     return (folder / name).read_text()
 
 
-def test_the_first_workers_are_forked_while_the_rest_is_imported(short_path: Path) -> None:
-    with serving(short_path, num_light=2) as (server, _):
-        first = [asked(server, name) for name in ("a", "b")]
-        assert [told(short_path, name) for name in ("a", "b")] == ["light", "light"]
-        third = asked(server, "c")
-        assert [one.wait(SECONDS) for one in first] == [0, 0]
-        assert third.poll() is None, "it waits for what it needs"
+def test_who_comes_while_it_imports_waits(short_path: Path) -> None:
+    with serving(short_path) as (server, _):
+        asking = asked(server, "a")
+        with pytest.raises(subprocess.TimeoutExpired):
+            asking.wait(1.0)
         (short_path / "go").touch()
-        assert told(short_path, "c") == "heavy light"
-        assert third.wait(SECONDS) == 0
+        assert told(short_path, "a") == "heavy"
+        assert asking.wait(SECONDS) == 0
 
 
-@pytest.mark.parametrize("num_light", [0, 2])
-def test_who_comes_later_gets_all(short_path: Path, num_light: int) -> None:
+def test_who_comes_later_gets_all(short_path: Path) -> None:
     (short_path / "go").touch()
-    with serving(short_path, num_light) as (server, process):
+    with serving(short_path) as (server, process):
         (children,) = Path(f"/proc/{process.pid}/task").iterdir()
         assert within(SECONDS, lambda: is_ready(children))
         names = ("a", "b", "c")
         assert [one.wait(SECONDS) for one in [asked(server, name) for name in names]] == [0, 0, 0]
-        assert [told(short_path, name) for name in names] == ["heavy light"] * 3
+        assert [told(short_path, name) for name in names] == ["heavy"] * 3
 
 
 def is_ready(thread: Path) -> bool:
@@ -94,22 +90,11 @@ def is_ready(thread: Path) -> bool:
 
 def test_a_server_of_a_driver_with_many_open_files_forks_too(many_files: list[int], short_path: Path) -> None:
     """The number of the listener's file is the one that it has in the driver."""
-    with serving(short_path, num_light=1) as (server, process):
+    (short_path / "go").touch()
+    with serving(short_path) as (server, process):
         assert int(process.args[2]) >= 1024  # type: ignore[index,arg-type]
         assert asked(server, "a").wait(SECONDS) == 0
-        (short_path / "go").touch()
-        assert asked(server, "b").wait(SECONDS) == 0
-        assert [told(short_path, name) for name in ("a", "b")] == ["light", "heavy light"]
-
-
-@pytest.mark.full
-def test_a_killed_server_leaves_no_process(short_path: Path) -> None:
-    with serving(short_path, num_light=2) as (server, process):
-        assert asked(server, "a").wait(SECONDS) == 0
-        (helper,) = (Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()).split()
-        process.kill()
-        process.wait(SECONDS)
-        assert within(SECONDS, lambda: not Path(f"/proc/{helper}").exists())
+        assert told(short_path, "a") == "heavy"
 
 
 RAYLET = """
@@ -123,7 +108,7 @@ sys.stdin.read()
 def test_a_worker_whose_raylet_ends_while_it_begins_ends_too(short_path: Path) -> None:
     """Ray's own program would try for half a minute to reach the cluster that is gone."""
     (short_path / "go").touch()
-    with serving(short_path, num_light=0) as (server, _):
+    with serving(short_path) as (server, _):
         (short_path / "program.py").write_text(
             "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
         )
@@ -138,9 +123,3 @@ def test_a_worker_whose_raylet_ends_while_it_begins_ends_too(short_path: Path) -
             assert alive.exists()
             raylet.kill()
         assert within(20, lambda: not alive.exists())
-
-
-def test_what_starts_first_imports_neither_torch_nor_ray() -> None:
-    code = f"import importlib, sys\nfor name in {quick_start.LIGHT!r}: importlib.import_module(name)\n"
-    code += "assert not {'torch', 'ray'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)

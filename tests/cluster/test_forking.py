@@ -8,15 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dp_ray.cluster.internals import forked_worker, quick_start
-from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.job.job import Job
 from dp_ray.job.keys import ModuleKeys, WorkerKeys
 from dp_ray.system.process import remove_orphans
@@ -100,19 +97,10 @@ def test_a_forked_worker_is_what_the_asking_process_is(program: Path, tmp_path: 
     assert said["drawn"] != again["drawn"]
 
 
-def asked_at_last(server: Path, program: Path, folder: Path) -> tuple[dict[str, Any], int]:
-    """What a worker says that the server itself has forked: a helper forks the first ones, while it imports."""
-    until = time.monotonic() + SECONDS
-    while True:
-        said, _, asking = asked(server, program, folder)
-        if said["modules"] or time.monotonic() > until:
-            return said, asking
-
-
 def test_it_has_what_the_server_has_imported_and_not_ray(program: Path, tmp_path: Path) -> None:
     with quick_start.forking(KEYS) as server:
         assert server is not None
-        said, asking = asked_at_last(server, program, tmp_path)
+        said, _, asking = asked(server, program, tmp_path)
     assert said["modules"] == ["wave"]
     assert said["parent"] not in (os.getpid(), asking)
 
@@ -140,7 +128,7 @@ def test_who_is_killed_while_he_asks_ends_no_server(program: Path, tmp_path: Pat
             request = marshal.dumps(([str(program)], {}, str(tmp_path), [], False, 1))
             with open(os.devnull, "r+b") as nowhere:
                 socket.send_fds(leaving, [request], [nowhere.fileno()] * 3)
-        said, _ = asked_at_last(server, program, tmp_path)
+        said, _, _ = asked(server, program, tmp_path)
     assert said["modules"] == ["wave"]
 
 
@@ -203,13 +191,6 @@ def test_what_the_server_imports_is_torch_and_not_ray_and_starts_no_thread() -> 
     assert {one for one in done.stdout.split() if one != "jemalloc_bg_thd"} == {"python"}, done.stdout
 
 
-@contextmanager
-def no_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (ADDRESS, JOB_CONFIG):
-        monkeypatch.delenv(name, raising=False)
-    yield
-
-
 def test_env_has_to_be_set_before_torch_is_imported_so_nothing_is_forked() -> None:
     with quick_start.forking(WorkerKeys(workers=2, env={"OMP_NUM_THREADS": "3"})) as server:
         assert server is None
@@ -217,30 +198,14 @@ def test_env_has_to_be_set_before_torch_is_imported_so_nothing_is_forked() -> No
 
 def test_without_the_quick_start_nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(quick_start.SWITCH, "0")
-    with no_address(monkeypatch), quick_start.forking_early(KEYS, None) as early:
-        assert early is None
-        with quick_start.forking(KEYS) as server:
-            assert server is None
+    with quick_start.forking(KEYS) as server:
+        assert server is None
 
 
-def test_the_early_server_is_taken_over_and_ends_with_its_block(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with no_address(monkeypatch):
-        with (
-            quick_start.forking_early(KEYS, None) as early,
-            quick_start.forking(KEYS, early) as server,
-            quick_start.forking(KEYS, early) as again,
-            quick_start.forking(WorkerKeys(workers=2, cpus_per_worker=2), early) as other,
-        ):
-            assert server is not None
-            assert server == again
-            assert server.exists()
-            assert other != server, "its torch has another number of threads"
-        assert not server.exists()
-        with quick_start.forking_early(KEYS, "there:1") as early:
-            assert early is None, "that Ray starts its workers itself"
+def test_the_server_ends_with_its_block(program: Path) -> None:
+    with quick_start.forking(KEYS) as server:
+        assert server is not None and server.exists()
+    assert not server.exists()
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(0, "1"), (0.5, "1"), (1, "1"), (2.5, "2")])

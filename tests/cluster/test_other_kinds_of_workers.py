@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 import dp_ray
 from dp_ray.cluster.own import OF_PROCESS
 from dp_ray.errors import JobError
-from dp_ray.messages import Serves
+from dp_ray.messages import WorkerReady
 from dp_ray.parallel.exchange import SharedWorkers
 from dp_ray.serving.wire import HeldBytes
 from tests.support import ray_forks
@@ -163,13 +164,12 @@ def test_a_parallel_module_takes_no_worker_of_another_kind(
             """The worker in the place of the second one says that it computes with this in its environment."""
 
             def take_in(one: Any) -> None:
-                if isinstance(one, Serves) and one.name != stays.name:
+                if isinstance(one, WorkerReady) and one.name != stays.name:
                     came.append(one)
-                    computes = {**one.place.computes, **env}
-                    one = one._replace(place=one.place._replace(computes=computes))
+                    one = replace(one, computes={**one.computes, **env})
                 before(one)
 
-            came = list[Serves]()
+            came = list[WorkerReady]()
             stays, lost = pool.members
             monkeypatch.setattr(pool, "_take_in", take_in)
             os.kill(lost.place.pid, signal.SIGKILL)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.cluster.flight_recorder import recorded_collectives
 from dp_ray.engine import loading
 from dp_ray.engine.clock import DevicePlace, Part, StepClock, TimedStep, clock_on
 from dp_ray.engine.loading import LoadedShard, on_device
@@ -41,6 +40,7 @@ from dp_ray.engine.world import (
 from dp_ray.job.plan import split_of
 from dp_ray.messages import Collective, Measured
 from dp_ray.plan.split import Shard, Split, Work
+from dp_ray.telemetry.flight_recorder import recorded_collectives
 from tests.gpu.conftest import ON
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support.builders import ddp_reduction_of, step_of, steps_of, trainer_of

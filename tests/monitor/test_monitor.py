@@ -78,7 +78,7 @@ def test_attempts_are_counted_when_all_their_workers_are_there() -> None:
     monitor = monitor_of(quiet=True)
     for message in (ready("a", 0), ready("a", 1), ready("b", 0), ready("c", 0, 1)):
         monitor.take(message)
-    assert [len(attempt.workers) for attempt in monitor.attempts.begun] == [2, 1]
+    assert [len(workers) for workers in monitor.attempts.begun] == [2, 1]
     monitor.close()
 
 

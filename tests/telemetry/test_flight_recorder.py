@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from dp_ray.cluster import heartbeat, worker
 from dp_ray.cluster.channel import WorkerConfig
-from dp_ray.cluster.flight_recorder import current_collectives, recorded_collectives
 from dp_ray.engine.clock import DevicePlace, Part, StepClock
 from dp_ray.engine.world import World, everyone
 from dp_ray.messages import Beat, Collective, Interrupted, Note, Started, StepControl, WorkerReady
@@ -25,6 +24,7 @@ from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.storage import Storage
 from dp_ray.system.threads import note_call
 from dp_ray.tasks.setup import Context
+from dp_ray.telemetry.flight_recorder import current_collectives, recorded_collectives
 from tests.support.builders import monitor_of
 from tests.support.group import run_group
 from tests.support.trainings import job_of

@@ -4,13 +4,13 @@ Workers get its handle, and with it import this module: so it is small. Public: 
 controller itself.
 """
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 
 from dp_ray.errors import JobError
-from dp_ray.system.process import set_environment
 
 
 class WorkerController:
@@ -21,7 +21,7 @@ class WorkerController:
     """
 
     def __init__(self, variables: dict[str, str], made: list[Any]) -> None:
-        set_environment(variables)
+        os.environ.update(variables)
         make, given = ray.get(made[0])
         self._controller = make(**given)
 

@@ -4,7 +4,7 @@ Without it, `start_local` is a plain `ray.init`, and each worker starts as Ray s
 seconds later.
 
 Workers are forked from a server, a process with torch imported (`cluster/fork_server.py`): each would take three
-seconds to import it. The server starts before Ray is imported, so this module imports Ray only where it is there.
+seconds to import it.
 The processes that nobody would ask anything are not started; each takes a second of a core.
 """
 
@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dp_ray.cluster import fork_server
 from dp_ray.cluster.internals import forked_worker
-from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.cluster.ray_version import unknown_ray
 from dp_ray.job.job import Job
 from dp_ray.job.keys import ModuleKeys, WorkerKeys
@@ -62,9 +61,6 @@ OF_SERVING = (
     "dp_ray.system.imports",
     *OTHERS,
 )
-# The channel and Ray Train's controller are the first actors, and need neither torch nor what imports it: they start
-# while the server imports that for the workers.
-LIGHT, NUM_LIGHT = ("dp_ray.messages", "dp_ray.system.imports", "numpy", *OTHERS), 2
 OF_TRAINING = ("torch._dynamo",)  # torch imports it with the first optimizer, for nearly two seconds of a core
 THREADS = "OMP_NUM_THREADS"
 WAITING = 128  # requests that may wait until the server has imported what it needs
@@ -75,47 +71,27 @@ WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
 AGENTS = [sys.executable, "-S", "-E", str(Path(__file__).with_name("agents.py"))]
 
 
-class ForkServer(NamedTuple):
-    """A fork server that was started before Ray is imported: its socket, and the threads of torch in its forks."""
-
-    socket: Path
-    threads: str
-
-
 def is_quick() -> bool:
     """Return whether a Ray of dp_ray's own starts quickly: as the user says, else with a known Ray on Linux."""
     return os.environ.get(SWITCH, "0" if unknown_ray() or not forks_after_imports() else "1") != "0"
 
 
 @contextmanager
-def forking_early(keys: WorkerKeys, address: str | None) -> Iterator[ForkServer | None]:
-    """Start a fork server before Ray is imported, if the job will get a Ray of its own; it ends with the block."""
-    if address or ADDRESS in os.environ or JOB_CONFIG in os.environ:
-        yield None
-        return
-    with forking(keys) as server:
-        yield ForkServer(server, threads_of(keys)) if server is not None else None
-
-
-@contextmanager
-def forking(keys: WorkerKeys, early: ForkServer | None = None) -> Iterator[Path | None]:
-    """Start a fork server, or take an early one; gives the path of its socket. What it starts ends with the block.
+def forking(keys: WorkerKeys) -> Iterator[Path | None]:
+    """Start a fork server, which ends with the block; gives the path of its socket.
 
     None with `env`, which has to be set in a worker before torch is imported there.
     """
-    threads = threads_of(keys)
     if keys.env or not is_quick():
         yield None
-    elif early is not None and early.threads == threads:
-        yield early.socket
-    else:
-        with own_folder(short_folder()) as folder, socket.socket(socket.AF_UNIX) as listener:
-            path = Path(folder) / "fork-server"
-            listener.bind(str(path))
-            listener.listen(WAITING)
-            with _started(listener, threads, imports_of(keys)):
-                listener.close()  # so that nobody waits for an answer once the server has ended
-                yield path
+        return
+    with own_folder(short_folder()) as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(folder) / "fork-server"
+        listener.bind(str(path))
+        listener.listen(WAITING)
+        with _started(listener, threads_of(keys), imports_of(keys)):
+            listener.close()  # so that nobody waits for an answer once the server has ended
+            yield path
 
 
 def threads_of(keys: WorkerKeys) -> str:
@@ -133,7 +109,7 @@ def imports_of(keys: WorkerKeys) -> Sequence[str]:
 @contextmanager
 def _started(listener: socket.socket, threads: str, modules: Sequence[str]) -> Iterator[None]:
     """Run the server's program while the block runs; should this process be killed, the program's stdin ends."""
-    given = json.dumps([list(map(str, sys.path)), modules, LIGHT, NUM_LIGHT])
+    given = json.dumps([list(map(str, sys.path)), modules])
     line = [sys.executable, fork_server.__file__, str(listener.fileno()), given]
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the driver's
