@@ -22,13 +22,12 @@ GROUND = {"text", "errors", "storage", "records", "tables", "plan", "system"}
 # Each satellite could be removed as a folder. Which modules it imports beside the ground, and which modules elsewhere
 # plug it in. Neither list may grow: what a satellite needs beside it is to become one small interface.
 SATELLITES = {
-    "data": ({"job.keys", "job.targets"}, {"__init__.py"}),
+    "data": ({"job.targets"}, {"__init__.py"}),
     "report": (
         {
-            *("engine.clock", "job.files", "job.keys", "outputs.columns", "outputs.files", "outputs.previews"),
+            *("engine.clock", "job.keys", "outputs.columns", "outputs.files", "outputs.previews"),
             *("results.compare", "results.text", "rundir.files", "rundir.history", "rundir.incidents"),
-            *("rundir.listing", "rundir.numerics", "rundir.quarantine", "rundir.unfinished", "telemetry.reports"),
-            "telemetry.times",
+            *("rundir.quarantine", "rundir.unfinished", "telemetry.times"),
         },
         {"driver/run.py", "sweeps/run.py", "cli/runs.py"},
     ),
@@ -46,7 +45,7 @@ SATELLITES = {
     ),
     "places": (
         {"cluster.internals.variables", "rundir.files"},
-        {"cli/in_kubernetes.py", "cli/kuberay.py", "cli/places.py", "cli/remote.py"},
+        {"cli/in_kubernetes.py", "cli/places.py"},
     ),
 }
 

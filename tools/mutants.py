@@ -232,8 +232,8 @@ MUTANTS = [
     Mutant(
         "a carry column: beside the outputs of other samples",
         "outputs/columns.py",
-        "return {key: _array(key, values, indices) for key, values in carried.items()}",
-        "return {key: _array(key, values[::-1], indices) for key, values in carried.items()}",
+        "arrays[key] = pa.array(values)",
+        "arrays[key] = pa.array(values[::-1])",
         "tests/outputs/test_carried_values.py::test_each_row_has_the_values_of_its_sample",
     ),
     Mutant(

@@ -1,6 +1,6 @@
 """The history of a training: its columns, and the row of a step. `rundir/history.py` has its files.
 
-Begin at `columns_of` and `row_of`: what is to stand in the history is made and named here alone.
+Begin at `history_columns` and `history_row`: what is to stand in the history is made and named here alone.
 """
 
 import math
@@ -18,7 +18,7 @@ DIGEST = "outputs_digest"  # the metric that `verify` adds
 _OF_FURTHER = re.compile(rf"({RATE}|{NORM})_\d+")
 
 
-def columns_of(names: Sequence[str], extra: Sequence[str], sources: Sequence[str] = ()) -> dict[str, type]:
+def history_columns(names: Sequence[str], extra: Sequence[str], sources: Sequence[str] = ()) -> dict[str, type]:
     """Return the columns, each int or float, in order: those of every step, then `extra`, which only some have."""
     counts = {*COUNTS, *(f"{ROWS_OF}{name}" for name in sources)}
     rows = ["rows", *(f"{ROWS_OF}{name}" for name in sources)]
@@ -26,7 +26,7 @@ def columns_of(names: Sequence[str], extra: Sequence[str], sources: Sequence[str
     return {name: int if name in counts else float for name in every}
 
 
-def row_of(
+def history_row(
     step: int,
     epoch: int,
     means: Mapping[str, float | None],

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from dp_ray.errors import StorageError
-from dp_ray.plan.history import LOSS_OF, columns_of, is_measured, is_of_many, row_of
+from dp_ray.plan.history import LOSS_OF, history_columns, history_row, is_measured, is_of_many
 from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Split
 from dp_ray.rundir.files import is_finished, replacing
@@ -132,7 +132,7 @@ class History:
             means, missing = Totals.means(sums)
             first, end = self.split.batch(finished.number)
             epoch, num_rows = finished.number // self.split.steps, end - first - missing
-            row = row_of(
+            row = history_row(
                 finished.number,
                 epoch,
                 dict(zip(self.names, means, strict=True)),
@@ -155,7 +155,7 @@ class History:
 
 def history_schema(names: Sequence[str], extra: Sequence[str], sources: Sequence[str] = ()) -> pa.Schema:
     """Return the columns of the history: those of every step, then `extra`, which only some steps have."""
-    columns = columns_of(names, extra, sources)
+    columns = history_columns(names, extra, sources)
     return pa.schema([(name, pa.int64() if kind is int else pa.float64()) for name, kind in columns.items()])
 
 

@@ -87,6 +87,7 @@ class TrainingRun(Generic[M]):
         context, state, split = training.context, training.state, training.split
         world, control, watch = context.world, context.control, training.watch
         source, times = training.source, training.times
+        may_stop = stopping is not None or context.job.early_stopping is not None
         stopping = stopping or Stopping(context.job, state)
         start = split.total_steps if stopping.has_stopped else state.step
         hooks = HookCalls(training) if world.rank == 0 and context.job.hooks.given else None
@@ -100,7 +101,7 @@ class TrainingRun(Generic[M]):
             checkpointing(training, run.recorder.keep) as checkpointer,
         ):
             evaluators = [Evaluator(training, evaluation, self.answers) for evaluation in self.evaluations]
-            after = AfterStep(training, evaluators, stopping)
+            after = AfterStep(training, evaluators, stopping if may_stop else None)
             steps, on_first = self._asking(loaded, run.on_shard)
             unfinished = [] if state.unfinished is None else [state.step - 1]
             for number in itertools.chain(unfinished, run.steps(start)):
@@ -185,9 +186,9 @@ def end(training: Training, stopping: Stopping, hooks: HookCalls | None, quarant
         if not stopping.has_stopped:
             # Raises StopRequested, once all have kept their work: a training that goes on later has no weights yet.
             context.control.leave()
-    context.control.through()
+    context.control.through()  # writing the weights has no time limit either
     keep_weights(training)  # after the writer's end: the best ones are those of a checkpoint
-    if ends_early and context.world.rank == 0:
+    if ends_early and stopping.has_stopped and context.world.rank == 0:
         context.send(stopping.stopped())
     if hooks is not None:
         hooks.at_end()

@@ -135,7 +135,7 @@ def test_the_lines_of_the_docs_work(notebook: Notebook) -> None:
     cells = [line for line in code.replace('"runs/digits"', "result.run_dir").splitlines() if line]
     assert cells[:2] == ["import dp_ray", "result = dp_ray.load(result.run_dir)"]
     shown = [notebook.run(cell) for cell in cells]
-    assert [[output.output_type for output in outputs] for outputs in shown[2:]] == [["execute_result"]] * 4
+    assert [[output.output_type for output in outputs] for outputs in shown[2:]] == [["execute_result"]] * 3
     assert shown[-1][0].data["text/plain"].split()[:3] == ["rank", "0", "288"]
 
 

@@ -59,7 +59,7 @@ def test_a_training_that_is_asked_to_stop_keeps_that_step_and_goes_on_to_the_sam
     assert kept(tmp_path / "stopped") == [5]
     control = Asks(stop=29)  # there is nothing after the last step to stop before
     run_task(training(), World(), run, lambda what: None, control)
-    assert control.heard == [*range(5, 30), "through"]
+    assert control.heard == [*range(5, 30), "through", "through"]
     stopped, undisturbed = weights_of(tmp_path / "stopped"), weights_of(tmp_path / "undisturbed")
     assert all(stopped[name].equal(undisturbed[name]) for name in undisturbed)
 
@@ -97,7 +97,7 @@ def test_an_evaluation_within_a_training_tells_that_it_is_at_work(tmp_path: Path
     control = Asks()
     evaluation = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 21}}, "batch_size": 7}
     run_task(training(epochs=1, eval=evaluation), World(), Storage(str(tmp_path)), lambda what: None, control)
-    assert control.heard == [*range(15), *["touch"] * 3, "through"]
+    assert control.heard == [*range(15), *["touch"] * 3, "through", "through"]
 
 
 def test_what_a_worker_of_a_dead_attempt_keeps_is_refused(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Notes(StepControl):
         assert part not in self._noted
         self._noted[part] = dict(SEEN)
 
-    def end(self) -> None:
+    def through(self) -> None:
         own = own_rank()
         Path(self._folder, f"{own}.json").write_text(json.dumps(self._noted))
 

@@ -50,10 +50,14 @@ class StopsBefore(StepControl):
 
 
 class StopsBeforeItsWeights(StepControl):
-    """Ends every worker once its loop is over, before it writes the weights of a training."""
+    """Ends every worker once its writer has ended, before it writes the weights of a training."""
 
-    def end(self) -> None:
-        raise Stopped
+    _times = 0
+
+    def through(self) -> None:
+        self._times += 1
+        if self._times == 2:
+            raise Stopped
 
 
 class Stopped(Exception):
