@@ -175,7 +175,7 @@ def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) 
     """Have the head node offer the files while the block runs; raises what the offering job failed with."""
     offer = dashboard.start(["python", "-m", "dp_ray.cluster.offer", place, name, *kinds])
     try:
-        listing = b""
+        listing, looks = b"", 0
         while not listing:  # on a busy machine the dashboard may send nothing of a file that is there
             time.sleep(LOOK_SECONDS)
             job = dashboard.details(offer)
@@ -184,7 +184,9 @@ def _through(dashboard: Dashboard, name: str, place: str, kinds: Sequence[str]) 
                 kind = JobError if job.driver_exit_code == BAD_JOB else ClusterError
                 raise kind(f"the cluster at {dashboard.address} cannot offer {name}: {said[0]}")
             with suppress(FileNotFoundError), dashboard.reading(job.driver_node_id, f"{offer}/{LISTING}") as pieces:
-                listing = b"".join(pieces)
+                listing, looks = b"".join(pieces), looks + 1
+            if looks == TRIES and not listing:
+                raise ClusterError(f"the cluster at {dashboard.address} sends nothing of the list of files")
         yield ThroughCluster(dashboard, job.driver_node_id, offer, CONTENT_JSON.parse(listing.decode()))
     finally:
         with suppress(ClusterError):  # then the job ends by itself

@@ -28,13 +28,14 @@ DEFAULTS = {
 
 
 class Launcher(NamedTuple):
-    """The variables of a launcher, which has started this process if that of `rank` is set.
+    """The variables of a launcher, which has started this process if all of those in `when` are set.
 
     `local` counts the processes on this host, `meet` is a pattern of variables, and `among` lists the hosts' names.
-    Of several variables in a text the first one that is set counts.
+    Of several variables in `hosts`, `local` or `among` the first one that is set counts.
     """
 
     name: str
+    when: str
     rank: str
     hosts: str
     local: str = ""
@@ -44,11 +45,25 @@ class Launcher(NamedTuple):
 
 # The innermost first: mpirun within a job of Slurm counts before Slurm. `_derived` adds some variables.
 LAUNCHERS = (
-    Launcher("torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "{MASTER_ADDR}:{TORCHRUN_PORT}"),
-    Launcher("torch's PET_*", "PET_NODE_RANK", "PET_MOST", "", "{PET_MEET}"),
-    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Launcher(
+        "torchrun",
+        "TORCHELASTIC_RUN_ID",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "{MASTER_ADDR}:{TORCHRUN_PORT}",
+    ),
+    Launcher("torch's PET_*", "PET_NNODES", "PET_NODE_RANK", "PET_MOST", meet="{PET_MEET}"),
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     Launcher(
         "SkyPilot",
+        "SKYPILOT_NUM_NODES",
         "SKYPILOT_NODE_RANK",
         "SKYPILOT_NUM_NODES",
         meet="{SKYPILOT_FIRST}:{SKYPILOT_PORT}",
@@ -56,20 +71,31 @@ LAUNCHERS = (
     ),
     Launcher(
         "Slurm",
+        "SLURM_PROCID SLURM_STEP_ID",  # a batch script has the first one too: it is no step
         "SLURM_PROCID",
         "SLURM_STEP_NUM_NODES SLURM_JOB_NUM_NODES",
         "SLURM_LOCAL",
         "{SLURM_SUBMIT_DIR}/.dp-ray/slurm-{SLURM_JOB_ID}-{SLURM_RESTART_COUNT}-{SLURM_STEP_ID}",
         "SLURM_STEP_NODELIST SLURM_JOB_NODELIST",
     ),
-    Launcher("the launcher of PMI_*", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    Launcher("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "{MASTER_ADDR}:{MASTER_PORT}"),
+    Launcher("the launcher of PMI_*", "PMI_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     Launcher(
-        *("JobSet", "JOB_COMPLETION_INDEX", "NNODES", ""),
-        "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-0-0.{JOBSET_NAME}:{MASTER_PORT}",
+        "RANK and WORLD_SIZE",
+        "RANK WORLD_SIZE",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "{MASTER_ADDR}:{MASTER_PORT}",
+    ),
+    Launcher(
+        "JobSet",
+        "JOBSET_NAME",
+        "JOB_COMPLETION_INDEX",
+        "NNODES",
+        meet="{JOBSET_NAME}-{REPLICATED_JOB_NAME}-0-0.{JOBSET_NAME}:{MASTER_PORT}",
     ),
 )
-NONE = Launcher("no variable of a launcher", "", "")
+NONE = Launcher("no variable of a launcher", "", "", "")
 
 
 @dataclass(frozen=True)
@@ -103,7 +129,7 @@ def place_of(
     """
     told = {**DEFAULTS, **{name: value for name, value in variables.items() if value}}
     told |= _derived(told)
-    launcher = next((each for each in LAUNCHERS if each.rank in told), NONE)
+    launcher = next((each for each in LAUNCHERS if told.keys() >= set(each.when.split())), NONE)
     if hosts is None and (local := _number(told, launcher.local) or 1) > 1:
         raise JobError(
             f"{launcher.name} has started {local} processes on this host, and `dp-ray node` is a single one: "
@@ -147,15 +173,16 @@ def without_own(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _derived(told: Mapping[str, str]) -> dict[str, str]:
-    """Return what launchers tell in forms of their own, as variables of the table."""
-    nodes = _number(told, "SLURM_STEP_NUM_NODES SLURM_JOB_NUM_NODES") or 1
+    """Return what launchers tell in forms of their own, as variables of the table; "" for what is no number."""
+    nodes = _whole(_first(told, "SLURM_STEP_NUM_NODES SLURM_JOB_NUM_NODES")) or 1
+    port = _whole(told["MASTER_PORT"])  # Kubernetes sets another text for a service of the name "master"
     agents = told.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own store has MASTER_PORT then
     task = zlib.crc32(told.get("SKYPILOT_TASK_ID", "").encode())
     return {
-        "TORCHRUN_PORT": str((_number(told, "MASTER_PORT") or 0) + agents),
+        "TORCHRUN_PORT": str(port + agents) if port else "",
         "PET_MOST": told.get("PET_NNODES", "").rpartition(":")[2],  # of MIN:MAX
         "PET_MEET": told.get("PET_RDZV_ENDPOINT") or _filled("{PET_MASTER_ADDR}:{PET_MASTER_PORT}", told) or "",
-        "SLURM_LOCAL": str(-(-(_number(told, "SLURM_STEP_NUM_TASKS") or nodes) // nodes)),
+        "SLURM_LOCAL": str(-(-(_whole(told.get("SLURM_STEP_NUM_TASKS", "")) or nodes) // nodes)),
         "SKYPILOT_FIRST": (told.get("SKYPILOT_NODE_IPS", "").split() or [""])[0],
         "SKYPILOT_PORT": str(FIRST_PORT + task % NUM_PORTS),
     }
@@ -164,6 +191,10 @@ def _derived(told: Mapping[str, str]) -> dict[str, str]:
 def _first(told: Mapping[str, str], names: str) -> str:
     """Return the value of the first of several variables that is set; "" if none is."""
     return next((told[name] for name in names.split() if told.get(name)), "")
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def _number(told: Mapping[str, str], names: str) -> int | None:

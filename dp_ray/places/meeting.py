@@ -168,9 +168,12 @@ def open_meeting(place: HostPlace, token: str, heard: Callable[[Heard], None]) -
             _leave(folder, told)
         yield
     finally:
-        meeting.close()
-        if folder and _read(folder) == told:  # else another attempt has begun
-            (folder / FIRST).unlink(missing_ok=True)
+        try:
+            # Before the port closes: whoever finds the note until then is refused, and cannot lose its own.
+            if folder and _read(folder) == told:  # else another attempt has begun
+                (folder / FIRST).unlink(missing_ok=True)
+        finally:
+            meeting.close()
 
 
 def _leave(folder: Path, told: dict[str, Any]) -> None:

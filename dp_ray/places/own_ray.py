@@ -5,6 +5,7 @@ token of its own. `ray stop`, which ends all Rays of a user, is never called.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 TIMED_OUT = "timed out during startup"  # what Ray says of a start that took more than its 30 s, as on a busy host
 TOKEN, LOG, CURRENT = "token", "ray-start.log", "ray_current_cluster"  # Ray writes the last once it is up
 SHOWN_LINES = 15
+FRAMES = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*", re.MULTILINE)
 # Ports that the system chooses; two Rays on a host would else ask for the same ones.
 FREE_PORTS = ("node-manager", "object-manager", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
 
@@ -86,9 +88,8 @@ class OwnRay:
     def last_lines(self) -> str:
         """Return the end of what `ray start` has said, without the frames of a traceback."""
         with suppress(OSError):
-            lines = (self.folder / LOG).read_text(errors="replace").splitlines()
-            told = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback "))]
-            return "\n".join(told[-SHOWN_LINES:])
+            lines = FRAMES.sub("", (self.folder / LOG).read_text(errors="replace")).splitlines()
+            return "\n".join([line for line in lines if line.strip()][-SHOWN_LINES:])
         return ""
 
 

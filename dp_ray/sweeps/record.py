@@ -157,7 +157,8 @@ def _changes(kept: Sweep, definition: Definition) -> list[str]:
     compared = ["over", "search"] if there["search"] is None else ["over", "search", "metric", "mode"]
     changes = list(differences({key: there[key] for key in compared}, {key: here[key] for key in compared}))
     if there["fingerprint"] != here["fingerprint"]:
-        changes += differences({key: there["job"].get(key) for key in here["job"]}, here["job"])
+        of_job = differences({key: there["job"].get(key) for key in here["job"]}, here["job"])
+        changes += [each for each in of_job if each.partition(":")[0] not in here["over"]]
         changes = changes or ["made by another version of dp_ray"]
     if (first := kept.trials[0].run) != definition.run_name(1):
         changes.append(f"given another name: its first run is {first}")

@@ -65,6 +65,29 @@ def test_a_launchers_variables(variables: Mapping[str, str], place: HostPlace) -
     assert place_of(variables, meet="/shared" if place.meet == "/shared" else None) == place
 
 
+@pytest.mark.parametrize(
+    ("variables", "rank", "place"),
+    [
+        ({"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2", "PMI_SIZE": "2", "PMI_RANK": "1"}, None, (2, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2", **OF_PYTORCH_JOB}, None, (3, 1)),
+        ({"PET_NNODES": "3", "PET_RDZV_ENDPOINT": "job:80"}, 2, (3, 2)),
+        ({"JOBSET_NAME": "train", "NNODES": "2", "RANK": "0"}, 1, (2, 1)),
+        ({"JOB_COMPLETION_INDEX": "0", **OF_PYTORCH_JOB}, None, (3, 1)),
+    ],
+    ids=["batch script with PMI", "batch script with RANK", "PET without a rank", "JobSet and RANK", "an index alone"],
+)
+def test_a_launcher_counts_if_its_own_variables_are_there(
+    variables: Mapping[str, str], rank: int | None, place: tuple[int, int]
+) -> None:
+    found = place_of(variables, rank=rank, meet="/shared")
+    assert (found.hosts, found.rank) == place
+
+
+def test_texts_of_others_matter_to_nobody() -> None:
+    others = {"MASTER_PORT": "tcp://10.0.0.5:29500", "SLURM_JOB_NUM_NODES": "x", "PMI_SIZE": "many"}
+    assert place_of(others, hosts=2, rank=1, meet="/shared") == HostPlace(2, 1, "/shared")
+
+
 def test_skypilot_names_no_port_and_all_hosts_take_the_same() -> None:
     places = [place_of(SKYPILOT | {"SKYPILOT_NODE_RANK": str(rank)}) for rank in (0, 1)]
     assert [place.rank for place in places] == [0, 1]

@@ -85,6 +85,13 @@ def test_the_job_file_comes_first(words: list[str]) -> None:
     assert done.exit_code == 2 and "JOB.yaml comes first" in done.output
 
 
+@pytest.mark.parametrize("words", [["--array=0-3"], ["-a", "0-3"], ["--nodes=2", "--array", "0-3"]])
+def test_an_array_is_for_the_script(words: list[str]) -> None:
+    """Its tasks would share a run."""
+    done = slurm(*words, "--dry-run")
+    assert done.exit_code == 2 and "--array: give each task a run of its own" in done.output
+
+
 class Bash:
     """Runs a script with programs of Slurm's that only note how they were called."""
 
