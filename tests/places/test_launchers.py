@@ -74,7 +74,13 @@ def test_a_launchers_variables(variables: Mapping[str, str], place: HostPlace) -
         ({"JOBSET_NAME": "train", "NNODES": "2", "RANK": "0"}, 1, (2, 1)),
         ({"JOB_COMPLETION_INDEX": "0", **OF_PYTORCH_JOB}, None, (3, 1)),
     ],
-    ids=["batch script with PMI", "batch script with RANK", "PET without a rank", "JobSet and RANK", "an index alone"],
+    ids=[
+        "batch script with PMI",
+        "batch script with RANK",
+        "PET without a rank",
+        "JobSet and RANK",
+        "an index alone",
+    ],
 )
 def test_a_launcher_counts_if_its_own_variables_are_there(
     variables: Mapping[str, str], rank: int | None, place: tuple[int, int]
