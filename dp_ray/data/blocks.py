@@ -133,11 +133,16 @@ class Cache:
     def _read_on(self) -> None:
         """Start threads for what is to be read in the background, in its order, as far as there is room."""
         while self._coming and self._num_threads < AHEAD_AT_ONCE and self._has_room():
-            key = next(iter(self._coming))
+            key, load = next(iter(self._coming.items()))
+            reader = threading.Thread(target=self._read_in_background, args=(key, load), name="reading-ahead")
+            reader.daemon = True
+            try:
+                reader.start()
+            except RuntimeError:  # the system has no thread left: who needs it reads it
+                return
+            del self._coming[key]
             self._reading.add(key)
             self._num_threads += 1
-            begun = key, self._coming.pop(key)
-            threading.Thread(target=self._read_in_background, args=begun, name="reading-ahead", daemon=True).start()
 
     def _has_room(self) -> bool:
         """Whether one more fits beside those read ahead and those to be held, even if all are like the largest."""

@@ -369,7 +369,7 @@ def _messages(stream: pa.NativeFile, at: int) -> Iterator[tuple[int, int, int]]:
             if kind == RECORD_BATCH:
                 batch = _below(head, message, 2)
                 rows, columns = _field(head, batch, 0, "<q"), _below(head, batch, 1)
-                if not _number(head, columns, "<I") or _number(head, columns + 4, "<q") != rows:
+                if _number(head, columns, "<I") and _number(head, columns + 4, "<q") != rows:
                     raise struct.error(f"the batch has {rows} rows, and its first column others")
         except struct.error as error:
             raise pa.ArrowInvalid(f"the head of the message at byte {at} is damaged: {error}") from None

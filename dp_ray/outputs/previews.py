@@ -153,5 +153,5 @@ def png(pixels: torch.Tensor) -> bytes:
     from PIL import Image  # Bokeh, which draws the page, brings it; a prediction without images needs no import
 
     file = io.BytesIO()
-    Image.fromarray(pixels.squeeze(2).numpy()).save(file, "PNG")  # of one channel: [height, width]
+    Image.fromarray(pixels.squeeze(2).cpu().numpy()).save(file, "PNG")  # of one channel: [height, width]
     return file.getvalue()

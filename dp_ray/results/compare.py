@@ -13,7 +13,7 @@ from dp_ray.job.files import dotted, same
 from dp_ray.job.job import Job
 from dp_ray.plan.history import CLOCKED, COUNTS, is_inner
 from dp_ray.results.text import in_columns, setting_text, sparkline
-from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON, runs_there
+from dp_ray.rundir.files import ABOUT_JSON, RESULT_JSON, RUN, RUN_JSON, in_keys_of_now, runs_there
 from dp_ray.rundir.history import history_of
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
 from dp_ray.rundir.numerics import summary_of
@@ -72,7 +72,7 @@ def read_compared_run(run: Storage) -> ComparedRun:
     return ComparedRun(
         where=relative(str(run)),
         row=row,
-        job=hide_in(RUN_JSON.read(run).get("job", {})),
+        job=hide_in(in_keys_of_now(RUN_JSON.read(run).get("job", {}))),
         result=hide_in(RESULT_JSON.read(run)),
         environment=dict(dotted(hide_in(drivers[-1]) if drivers else {})),
         computed=hide_in(summary_of([kind for attempt in about.attempts for kind in attempt.kinds])),

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -117,8 +117,12 @@ def kept_job(run: Storage, noun: str) -> dict[str, Any]:
     claimed = RUN_JSON.read(run)
     if not claimed:
         raise JobError(f"{run} holds no {RUN}: name the run directory of {noun}{or_elsewhere(run)}{runs_there(run)}")
-    job: dict[str, Any] = dict(claimed["job"])
-    # Keys that version 0.2 had: one that is left here is told as any other key that is none.
+    return in_keys_of_now(claimed["job"])
+
+
+def in_keys_of_now(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kept job without the keys that version 0.2 had: one that is left is told as any key that is none."""
+    job = dict(kept)
     if blocks := job.pop("blocks", None):
         job["device_map"] = blocks
     if job.get("on_error"):

@@ -290,3 +290,31 @@ def test_only_what_comes_soon_is_read_ahead() -> None:
     assert look_ahead(Order(100_000, shuffle=True), dataset, 0) is None
     assert look_ahead(Order(100, shuffle=False), torch.utils.data.TensorDataset(torch.zeros(100)), 0) is None
     assert functools.reduce(int.__add__, map(len, told)) == len(set(itertools.chain(*told))), "each once"
+
+
+def test_a_system_without_a_thread_left_costs_only_the_reading_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that could not be started left whoever needed its value waiting without an end."""
+    started, loaded = [0], threading.Event()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == READER:
+            started[0] += 1
+            if started[0] > 1:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def load(key: int) -> tuple[int, int]:
+        loaded.wait(60)
+        return key, 10
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    cache = Cache(1000, 1)
+    cache.get(0, lambda key: (key, 10))
+    cache.read_ahead(range(1, 5), load)
+    loaded.set()  # the first reader ends, and cannot start the next one
+    found: list[int] = []
+    needs = threading.Thread(target=lambda: found.extend(cache.get(key, load) for key in range(1, 5)), daemon=True)
+    needs.start()
+    needs.join(60)
+    assert found == [1, 2, 3, 4] and started[0] > 1

@@ -76,6 +76,16 @@ def test_runs_of_one_job_differ_in_nothing(here: Path) -> None:
     assert told_of(first, kept).splitlines()[0] == "the same job (but for checkpoint.keep), the same weights"
 
 
+def test_a_run_of_0_2_with_keys_that_went_is_the_same_job(here: Path) -> None:
+    on_error = {"quarantine": 5, "finite": False}
+    now, then = train(here, "now", on_error=on_error), train(here, "then", on_error=on_error)
+    claim = Path(then.run_dir, "run.json")
+    claimed = json.loads(claim.read_text())
+    claimed["job"] |= {"blocks": None, "on_error": {**on_error, "timeout": 3}}
+    claim.write_text(json.dumps(claimed))
+    assert told_of(now, then).splitlines()[0] == "the same job, the same weights"
+
+
 def test_a_run_whose_driver_was_killed_as_it_removed_the_pieces_of_its_history_has_all_steps(here: Path) -> None:
     result = train(here, "one", epochs=1)
     folder = result.storage().child(HISTORY)
