@@ -47,6 +47,20 @@ def places(hosts: int, meet: object) -> list[HostPlace]:
     return [HostPlace(hosts, rank, str(meet)) for rank in range(hosts)]
 
 
+def test_the_note_goes_before_the_port_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an attempt that finds the note as its port closes goes on, and then loses its own note."""
+    close, left = meeting.Meeting.close, []
+
+    def look_and_close(self: meeting.Meeting) -> None:
+        left.append((tmp_path / FIRST).exists())
+        close(self)
+
+    monkeypatch.setattr(meeting.Meeting, "close", look_and_close)
+    with listening(places(2, tmp_path)[0]):
+        assert (tmp_path / FIRST).exists()
+    assert left == [False]
+
+
 def test_hosts_that_come_in_any_order_hear_each_other(tmp_path: Path) -> None:
     first, *others = places(4, tmp_path / "shared")
     lines: dict[int, Line] = {}

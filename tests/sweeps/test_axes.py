@@ -195,6 +195,15 @@ def test_a_changed_sweep_is_refused_by_name_and_more_trials_are_not(
         said = capsys.readouterr().err
         assert "job-sweep holds a different sweep (" in said
         assert says in said
+    # Version 0.2 kept the job as the file has it, without the first trial's values.
+    sweep = tmp_path / "runs" / "job-sweep" / "sweep.json"
+    kept = json.loads(sweep.read_text())
+    older = json.loads(sweep.read_text())
+    older["definition"]["job"]["model"]["args"] = {}
+    sweep.write_text(json.dumps(older))
+    assert status_of(monkeypatch, *line, "--set", "batch_size=2") == 2
+    assert "(batch_size: 4 there, 2 here)" in capsys.readouterr().err
+    sweep.write_text(json.dumps(kept))
     order = ["sweep", job, "--over", "model.args.y=0,1", "--over", "model.args.x=1,2", "--json"]
     capsys.readouterr()
     assert status_of(monkeypatch, *order) == 0  # the order of keys is that of the sweep which goes on
