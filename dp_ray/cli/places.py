@@ -164,12 +164,12 @@ def kuberay(
     run_dir, gpus = f"{storage.rstrip('/')}/{job.run_name}", flags["gpus_per_node"]
     stops = "preStop: {exec: {command: [python, -m, dp_ray, stop, --run-again, "
     lines = {
-        "name: job": f"name: {_quoted(kubernetes_name(job.run_name))}",
-        "entrypoint:": f"entrypoint: {_quoted(shlex.join(command))}",
-        f"{ID}:": f"{ID}: {_quoted(uuid.uuid4().hex)}",
-        "rayVersion:": f"rayVersion: {_quoted(version('ray'))}",
-        "image:": f"image: {_quoted(image)}",
-        stops: f"{stops}{_quoted(run_dir)}]}}}}",
+        "name: job": f"name: {json.dumps(kubernetes_name(job.run_name))}",
+        "entrypoint:": f"entrypoint: {json.dumps(shlex.join(command))}",
+        f"{ID}:": f"{ID}: {json.dumps(uuid.uuid4().hex)}",
+        "rayVersion:": f"rayVersion: {json.dumps(version('ray'))}",
+        "image:": f"image: {json.dumps(image)}",
+        stops: f"{stops}{json.dumps(run_dir)}]}}}}",
         **{key: f"{key} {nodes}" for key in ("replicas:", "minReplicas:", "maxReplicas:")},
     }
     if gpus:
@@ -178,15 +178,10 @@ def kuberay(
         lines["# - {name: storage, mount"] = "- {name: storage, mountPath: /storage}"
         lines["# - {name: storage, pers"] = f'- {{name: storage, persistentVolumeClaim: {{claimName: "{claim}"}}}}'
     if "://" in code_in:
-        lines["working_dir:"] = f"working_dir: {_quoted(code_in)}"
+        lines["working_dir:"] = f"working_dir: {json.dumps(code_in)}"
     else:
-        lines |= {"working_dir:": "# working_dir: none", "# PYTHONPATH:": f"PYTHONPATH: {_quoted(code_in)}"}
+        lines |= {"working_dir:": "# working_dir: none", "# PYTHONPATH:": f"PYTHONPATH: {json.dumps(code_in)}"}
     click.echo(hide(filled("rayjob.yaml", lines)), nl=False, file=out)
-
-
-def _quoted(text: str) -> str:
-    """Return a text as YAML has it: JSON, but with characters as they are, of which JSON may make two halves."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _storage_of_pods(storage: str, claim: str | None) -> str:
