@@ -205,7 +205,9 @@ class Storage:
         with self._named("cannot be cleared"):
             for info in with_names(self.fs.get_file_info(selector)):
                 if info.is_file and info.base_name.startswith(TEMPORARY):
-                    self.fs.delete_file(info.path)
+                    # The lease's thread may write meanwhile: then its file has its name by now.
+                    with suppress(FileNotFoundError):
+                        self.fs.delete_file(info.path)
 
     def delete(self, name: str) -> None:
         """Remove a file, if it exists."""

@@ -3,7 +3,7 @@
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
+from dp_ray import storage as storage_module
 from dp_ray.errors import StorageError
 from dp_ray.records import Damaged, Record
 from dp_ray.storage import Storage
@@ -322,3 +323,23 @@ def test_a_damaged_object_is_damaged_however_often_it_is_read(server: "Server") 
 def test_a_bucket_whose_name_its_store_refuses_is_told_at_once(url: str) -> None:
     with pytest.raises(StorageError, match=r"storage .* is no name of a bucket, which has 3 to"):
         Storage(url)
+
+
+def test_a_temporary_file_that_gets_its_name_as_the_folder_is_cleared_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the lease's does, whose thread writes it meanwhile: a run failed so at its end, once in thousands."""
+    run = Storage(str(tmp_path))
+    unfinished, left = (tmp_path / f"{storage_module.TEMPORARY}{name}" for name in ("lease.json", "other.json"))
+    unfinished.touch()
+    left.touch()
+    listed = storage_module.with_names
+
+    def and_renamed(infos: Iterable[fs.FileInfo]) -> Iterator[fs.FileInfo]:
+        found = listed(infos)
+        unfinished.rename(tmp_path / "lease.json")
+        return found
+
+    monkeypatch.setattr(storage_module, "with_names", and_renamed)
+    run.remove_unfinished()
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]

@@ -167,6 +167,8 @@ def test_a_finished_run_is_told_once(tmp_path: Path) -> None:
 def test_the_command_prints_lines_until_ctrl_c(tmp_path: Path) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pipes["env"] = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    (tmp_path / "elsewhere").mkdir()
+    pipes["cwd"] = tmp_path / "elsewhere"  # a checkout may have runs, which the line would name
     command = [sys.executable, "-m", "dp_ray", "watch", str(tmp_path / "run")]
     with subprocess.Popen(command, **pipes) as process:
         try:

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -356,10 +357,11 @@ def test_twenty_are_killed_in_one_run_and_the_one_that_lives_grows_in_nothing(tm
     assert told.died == [fault.slot for fault in faults]
     sizes = [size for slot, size in told.sizes if slot == 0]
     early, late = sizes[6:12], sizes[-6:]  # not the first ones, which fill caches
-    assert max(size.files for size in late) <= max(size.files for size in early)
-    assert max(size.threads for size in late) <= max(size.threads for size in early)
+    # What grew would do so in each of some twenty views. Some looks come as a writer's thread has a file open.
+    assert median(size.files for size in late) <= median(size.files for size in early)
+    assert median(size.threads for size in late) <= median(size.threads for size in early)
     # A copy of the model that is held for each view would be 60 MB.
-    assert max(size.memory for size in late) - max(size.memory for size in early) < 30e6
+    assert median(size.memory for size in late) - median(size.memory for size in early) < 30e6
     assert_same(tmp_path / "run", expected)
 
 
