@@ -3,6 +3,7 @@
 What runs there is in `cluster/worker.py`; a worker imports that, and the task that it is for.
 """
 
+import gc
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -37,5 +38,6 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
         terms, given = answer
         worker.channel.has_job.remote(rank)
         job_number = terms.number
+        gc.freeze()  # what earlier jobs have imported: to look at it at each job's end takes half a second
         if rank < terms.workers:
             import_module("dp_ray.cluster.worker").run_job(worker, terms, *given)
