@@ -14,6 +14,7 @@ from pydantic import ValidationError, model_validator
 from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import (
+    FORMS,
     Eval,
     Form,
     JobKeys,
@@ -468,15 +469,19 @@ class Job(MeasuringKeys):
     def __str__(self) -> str:
         return hide(super().__str__())
 
-    def fingerprint(self, form: Form = "now", with_lengths: bool = False) -> str:
-        """Return a hash of every key that can change a step's result, as this version or 0.2 makes it."""
+    def fingerprint(self, form: Form = "now", with_lengths: bool = False, call: str | None = None) -> str:
+        """Return a hash of every key that can change a step's result, as this version or 0.2 makes it.
+
+        `call` stands in the place of the job's own.
+        """
         left_out = () if with_lengths else self.LENGTHS
         kept = {key: value for key, value in that_count(self.describe(form)).items() if key not in left_out}
+        kept["call"] = call or self.call
         kept["inputs"] = "first" if self.gives_first else self.inputs
         kept["shuffle"] = self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
         kept["skip"] = self.skipped or None
         del kept["order"]  # which is_shuffled tells
-        kept = {key: value for key, value in kept.items() if (key, value) not in AS_BEFORE}
+        kept = {key: value for key, value in kept.items() if (key, value) not in _UNSET}
         del kept["on_error"]  # a run may be resumed with another limit, or with the first one
         if self.on_error is not None and self.on_error.finite:
             kept["finite"] = True
@@ -487,32 +492,37 @@ class Job(MeasuringKeys):
         except (TypeError, ValueError, RecursionError) as error:
             raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
 
-    def has_fingerprint(self, fingerprint: str | None) -> bool:
+    def has_fingerprint(self, fingerprint: str | None, with_lengths: bool = False) -> bool:
         """Return whether a run or checkpoint with this fingerprint is of this job.
 
-        Version 0.2 hashed the types of all Python objects.
+        Version 0.2 hashed the types of all Python objects, and had `call: one`, for which a collate does now.
         """
-        return fingerprint in (self.fingerprint(), self.fingerprint("0.2"))
+        ways = itertools.product(FORMS, (self.call, "one"))
+        return any(fingerprint == self.fingerprint(form, with_lengths, call) for form, call in ways)
 
 
 def _described_eval(keys: Eval, dataset: Any) -> dict[str, Any]:
-    """Return an evaluation as plain values; earlier versions did not know `metrics`."""
+    """Return an evaluation as plain values; version 0.2 did not know `metrics`."""
     left_out = {"dataset"} if keys.metrics is not None else {"dataset", "metrics"}
     return {**keys.model_dump(exclude=left_out), "dataset": dataset}
 
 
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a described job that can change its result; `outputs` without what is not set."""
+    """Return the keys of a described job that can change its result; `outputs` without what is not set.
+
+    Version 0.2 had one more: a job of this version is its job with `scatter: samples`.
+    """
     inner = job.get("outputs") or {} if job.get("task") == "predict" else {}
     outputs = {
         key: value for key, value in inner.items() if value not in (None, False) and f"outputs.{key}" not in _LEFT_OUT
     }
-    return {**{key: value for key, value in job.items() if key not in _LEFT_OUT}, "outputs": outputs}
+    counting = {key: value for key, value in job.items() if key not in _LEFT_OUT}
+    return {"scatter": "samples", **counting, "outputs": outputs}
 
 
 _LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
-# Keys that earlier versions did not have, each with the value that their runs have.
-AS_BEFORE: tuple[tuple[str, Any], ...] = (
+# Not hashed where they are not set: version 0.2 did not have them, or did not hash them so either.
+_UNSET: tuple[tuple[str, Any], ...] = (
     *(("target", None), ("skip", None), ("outputs", {}), ("loop", None)),
     *(("early_stopping", None), ("ema", None), ("strict", True), ("pack", None)),
 )

@@ -50,7 +50,7 @@ class Target(Strict):
     """What to call, with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
 
     EXAMPLE: ClassVar[str] = "jobs.digits:Net"
-    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = ()  # keys of today with the values that earlier runs had
+    UNSET: ClassVar[tuple[tuple[str, Any], ...]] = ()  # keys that 0.2 did not have, untold where they are not set
 
     target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})]
     """`module:attribute`, imported from the current folder. From Python, a class or function too."""
@@ -75,7 +75,7 @@ class Target(Strict):
             raise ValueError(f"must be 'module:attribute', like {self.EXAMPLE!r}{or_object}, got {self.target!r:.80}")
         try:
             # Before anything is called with the args: it may change them in place.
-            told = {key: value for key, value in self if key != "target" and (key, value) not in self.AS_BEFORE}
+            told = {key: value for key, value in self if key != "target" and (key, value) not in self.UNSET}
             self._described = describe_args(told)
         except RecursionError:
             raise ValueError("args: must be plain YAML values, got some that are nested too deeply") from None
@@ -176,7 +176,7 @@ class Compared(Target):
     """A target that is a function of (outputs, target)."""
 
     EXAMPLE: ClassVar[str] = "torch.nn:CrossEntropyLoss"
-    AS_BEFORE: ClassVar = (("over", "shard"),)
+    UNSET: ClassVar = (("over", "shard"),)
 
     over: Literal["shard", "batch"] = "shard"
     """What it sees at once. shard: the rows of a shard. batch: those of the whole global batch, of all workers, in
@@ -570,8 +570,6 @@ class Loader(Strict):
     """Load batches into pinned memory. auto: if the worker has a GPU."""
     persistent: bool = True
     """Keep the processes from one epoch to the next."""
-    context: Literal["fork", "spawn", "forkserver"] | None = None
-    """How the processes are started. null: the system's default."""
 
 
 class Outputs(Strict):
@@ -764,15 +762,12 @@ class JobKeys(WorkerKeys, WorkKeys):
     model's `forward`, and a line says if the target is left out."""
     target: str | Annotated[list[str], Field(min_length=1)] | None = None
     """The key of an item's target, like `label`, if `inputs` is a list of keys; several give a dict."""
-    call: Literal["auto", "one", "args", "kwargs"] = "auto"
-    """How the model is called. one: `model(inputs)`. args: `model(*inputs)`. kwargs: `model(**inputs)`. auto: args
-    for a tuple or list, but not for one of texts, else one."""
+    call: Literal["auto", "args", "kwargs"] = "auto"
+    """How the model is called. args: `model(*inputs)`. kwargs: `model(**inputs)`. auto: args for a tuple or list, but
+    not for one of texts, else `model(inputs)`."""
     collate: Targeted | None = None
-    """A function that makes a batch of a list of samples, or a class of such; its args are keywords. Default: torch's
-    default_collate."""
-    scatter: Literal["samples", "batch"] = "samples"
-    """samples: collate each shard by itself. batch: collate the whole global batch, then cut it, for a collate that
-    pads to the longest sample."""
+    """A function that makes a batch of a list of samples, those of a shard, or a class of such; its args are
+    keywords. Default: torch's default_collate."""
     batch_dim: NonNegativeInt = 0
     """The dimension of tensors that holds the rows, as `dim` of nn.DataParallel. One-dimensional tensors hold them in
     dimension 0."""
