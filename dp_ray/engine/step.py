@@ -348,10 +348,12 @@ def model_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -
     may_be_of_dict = isinstance(error, TypeError) or f"{type(inputs).__qualname__!r} object" in str(error)
     if may_be_of_dict and isinstance(inputs, Mapping) and call == "auto":
         return f"; the model got one dict: to pass its keys as keywords, set call: kwargs{describe_input(inputs)}"
-    is_of_list = isinstance(error, TypeError) and "positional argument" in str(error) and call == "auto"
-    if is_of_list and isinstance(inputs, tuple | list):
-        what = f"the {len(inputs)} items of a {type(inputs).__name__} as arguments"
-        return f"; the model got {what}: to give it the {type(inputs).__name__} itself, collate it as (inputs,)"
+    has_too_many = isinstance(error, TypeError) and "were given" in str(error)
+    if has_too_many and isinstance(inputs, tuple | list) and call == "auto":
+        kind = f"the {len(inputs)} items of a {type(inputs).__name__}"
+        return (
+            f"; the model got {kind}: to give it them as one, have a collate return (inputs,){describe_input(inputs)}"
+        )
     return describe_input(inputs)
 
 

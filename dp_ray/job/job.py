@@ -15,7 +15,6 @@ from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import (
     FORMS,
-    Eval,
     Form,
     JobKeys,
     NamedEval,
@@ -236,13 +235,10 @@ class Job(MeasuringKeys):
             yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
         if by_keys and self.target is None and self.task != "predict" and not self.takes_batches:
             yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
-        if self.skipped and self.sync_batchnorm:
-            yield "skip: sync_batchnorm would wait for a shard without samples; leave one of them out"
-        if self.on_error is None:
-            return
-        if self.sync_batchnorm:
-            yield "on_error: sync_batchnorm would wait for a shard without samples; leave one of them out"
-        if "rows" in self.metrics and self.eval is not None:
+        if self.sync_batchnorm and self.may_lose_rows:
+            key = "skip" if self.skipped else "on_error"
+            yield f"{key}: sync_batchnorm would wait for a shard without samples; leave one of them out"
+        if self.on_error is not None and "rows" in self.metrics and self.eval is not None:
             yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
     @property
@@ -454,7 +450,11 @@ class Job(MeasuringKeys):
         described = functools.partial(describe_target, form=form)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
-        evals = {name: _described_eval(keys, described(keys.dataset)) for name, keys in self.evaluations}
+        evals = {name: keys.model_dump(exclude={"dataset"}) for name, keys in self.evaluations}
+        for name, keys in self.evaluations:
+            evals[name]["dataset"] = described(keys.dataset)
+            if keys.metrics is None:  # version 0.2 did not know them
+                del evals[name]["metrics"]
         values["eval"] = evals.get("", evals) or None
         values["outputs"] = {**self.outputs.model_dump(exclude={"after"}), "after": described(self.outputs.after)}
         values |= {key: described(getattr(self, key)) for key in self.TARGETED}
@@ -499,12 +499,6 @@ class Job(MeasuringKeys):
         """
         ways = itertools.product(FORMS, (self.call, "one"))
         return any(fingerprint == self.fingerprint(form, with_lengths, call) for form, call in ways)
-
-
-def _described_eval(keys: Eval, dataset: Any) -> dict[str, Any]:
-    """Return an evaluation as plain values; version 0.2 did not know `metrics`."""
-    left_out = {"dataset"} if keys.metrics is not None else {"dataset", "metrics"}
-    return {**keys.model_dump(exclude=left_out), "dataset": dataset}
 
 
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -625,10 +625,6 @@ class Pack(Strict):
     LABELS: ClassVar[str] = "labels"
 
 
-def _in_order(samples: list[int]) -> list[int]:
-    return sorted(set(samples))
-
-
 class WorkKeys(Strict):
     """What to run, on what data, and how it is cut."""
 
@@ -777,7 +773,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     """Set samples aside that raise, hang or cannot be collated, like `{quarantine: 100}`, and go on without them.
     null: such a sample ends the job."""
 
-    skip: Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_in_order)] | None = None
+    skip: (
+        Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(lambda given: sorted(set(given)))] | None
+    ) = None
     """train only: samples of `dataset` to leave out, by their indices, like `[812, 1007]`. They are not read, and
     count with weight 0."""
     stop_on_nan: bool = False
