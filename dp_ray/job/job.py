@@ -506,15 +506,13 @@ def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
 
     Version 0.2 had one more: a job of this version is its job with `scatter: samples`.
     """
-    inner = job.get("outputs") or {} if job.get("task") == "predict" else {}
-    outputs = {
-        key: value for key, value in inner.items() if value not in (None, False) and f"outputs.{key}" not in _LEFT_OUT
-    }
-    counting = {key: value for key, value in job.items() if key not in _LEFT_OUT}
-    return {"scatter": "samples", **counting, "outputs": outputs}
+    inner, left_out = job.get("outputs") or {}, Job.CANNOT_CHANGE_THE_RESULT
+    counting = {key: value for key, value in job.items() if key not in left_out}
+    outputs = {key: value for key, value in inner.items() if value not in (None, False)}
+    outputs = {key: value for key, value in outputs.items() if f"outputs.{key}" not in left_out}
+    return {"scatter": "samples", **counting, "outputs": outputs if job.get("task") == "predict" else {}}
 
 
-_LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
 # Not hashed where they are not set: version 0.2 did not have them, or did not hash them so either.
 _UNSET: tuple[tuple[str, Any], ...] = (
     *(("target", None), ("skip", None), ("outputs", {}), ("loop", None)),

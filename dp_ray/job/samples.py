@@ -119,8 +119,7 @@ class ReadRequest(NamedTuple):
 class IndexLists:
     """The batch sampler of a worker's DataLoader: one ReadRequest for each piece that it collates.
 
-    `pieces` gives the shards; what is missing from one is not read. It is a function because
-    the loader may start more than once.
+    `pieces` gives the shards; what is missing from one is not read. It is a function, as the loader may start again.
     `look_ahead`, if there is one, gives for the pieces the blocks to read ahead with each.
     """
 

@@ -144,6 +144,21 @@ def test_a_dict_for_a_model_of_keywords_gets_a_hint(tmp_path: Path) -> None:
         run(tmp_path, models.Transformerish(), models.Tokens())
 
 
+class OfList(nn.Module):
+    """Takes a list of rows."""
+
+    def forward(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(rows) * 2
+
+
+def test_a_list_for_a_model_that_takes_it_as_one_argument_gets_a_hint(tmp_path: Path) -> None:
+    says = r"the model got the 9 items of a list: to give it them as one, have a collate return \(inputs,\); it got"
+    with pytest.raises(ModelError, match=says):
+        run(tmp_path, OfList(), models.Rows(9), collate=lambda items: items)
+    result = run(tmp_path, OfList(), models.Rows(9), collate=lambda items: (items,))
+    assert torch.equal(result.outputs, models.Rows(9).data * 2)
+
+
 class Classifier(nn.Module):
     """Takes keywords, and gives a loss beside its logits if it gets labels, as models of Hugging Face do."""
 
