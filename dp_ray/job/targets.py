@@ -74,7 +74,8 @@ def check_args(key: str, target: Target, leading: int | None = None) -> Any:
     """
     function = resolve(key, target)
     if not callable(function):
-        raise JobError(f"{key}: {target.label} is {function!r:.60}, which cannot be called")
+        says = "not a class or function that can be called with args"
+        raise JobError(f"{key}: {target.label} is {function!r:.60}, {says}")
     if leading is None and _makes_functions(function):
         leading = 0
     with suppress(ValueError):  # some built-in callables have no signature

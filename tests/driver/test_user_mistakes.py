@@ -152,7 +152,7 @@ class OfList(nn.Module):
 
 
 def test_a_list_for_a_model_that_takes_it_as_one_argument_gets_a_hint(tmp_path: Path) -> None:
-    says = r"the model got the 9 items of a list: to give it them as one, have a collate return \(inputs,\); it got"
+    says = r"the model got the 3 items of a list: to give it them as one, have a collate return \(inputs,\); it got"
     with pytest.raises(ModelError, match=says):
         run(tmp_path, OfList(), models.Rows(9), collate=lambda items: items)
     result = run(tmp_path, OfList(), models.Rows(9), collate=lambda items: (items,))
@@ -479,7 +479,8 @@ def test_a_way_to_start_processes_that_there_is_not_is_told(tmp_path: Path) -> N
     says = r"the dataset's attribute loader_context: must be None, 'fork' or 'spawn' or 'forkserver', got 'froks'"
     for processes in (0, 1):
         with pytest.raises(JobError, match=says) if processes else contextlib.nullcontext():
-            run(tmp_path, models.Doubler(), Unsendable(None, "froks"), loader={"processes": processes})
+            loader = {"processes": processes}
+            run(tmp_path, models.Doubler(), Unsendable(None, "froks"), loader=loader, overwrite=True)
 
 
 def test_what_cannot_be_sent_is_named_where_processes_are_not_forked_by_default(tmp_path: Path) -> None:
