@@ -481,7 +481,7 @@ class Job(MeasuringKeys):
         kept["shuffle"] = self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
         kept["skip"] = self.skipped or None
         del kept["order"]  # which is_shuffled tells
-        kept = {key: value for key, value in kept.items() if (key, value) not in _UNSET}
+        kept = {key: value for key, value in kept.items() if (key, value) not in AS_BEFORE}
         del kept["on_error"]  # a run may be resumed with another limit, or with the first one
         if self.on_error is not None and self.on_error.finite:
             kept["finite"] = True
@@ -513,8 +513,8 @@ def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
     return {"scatter": "samples", **counting, "outputs": outputs if job.get("task") == "predict" else {}}
 
 
-# Not hashed where they are not set: version 0.2 did not have them, or did not hash them so either.
-_UNSET: tuple[tuple[str, Any], ...] = (
+# Keys that version 0.2 did not have, or did not hash where they had these values; its runs have these.
+AS_BEFORE: tuple[tuple[str, Any], ...] = (
     *(("target", None), ("skip", None), ("outputs", {}), ("loop", None)),
     *(("early_stopping", None), ("ema", None), ("strict", True), ("pack", None)),
 )

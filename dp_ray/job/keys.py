@@ -50,7 +50,7 @@ class Target(Strict):
     """What to call, with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
 
     EXAMPLE: ClassVar[str] = "jobs.digits:Net"
-    UNSET: ClassVar[tuple[tuple[str, Any], ...]] = ()  # keys that 0.2 did not have, untold where they are not set
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = ()  # keys that 0.2 did not have, and what its runs have
 
     target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})]
     """`module:attribute`, imported from the current folder. From Python, a class or function too."""
@@ -75,7 +75,7 @@ class Target(Strict):
             raise ValueError(f"must be 'module:attribute', like {self.EXAMPLE!r}{or_object}, got {self.target!r:.80}")
         try:
             # Before anything is called with the args: it may change them in place.
-            told = {key: value for key, value in self if key != "target" and (key, value) not in self.UNSET}
+            told = {key: value for key, value in self if key != "target" and (key, value) not in self.AS_BEFORE}
             self._described = describe_args(told)
         except RecursionError:
             raise ValueError("args: must be plain YAML values, got some that are nested too deeply") from None
@@ -176,7 +176,7 @@ class Compared(Target):
     """A target that is a function of (outputs, target)."""
 
     EXAMPLE: ClassVar[str] = "torch.nn:CrossEntropyLoss"
-    UNSET: ClassVar = (("over", "shard"),)
+    AS_BEFORE: ClassVar = (("over", "shard"),)
 
     over: Literal["shard", "batch"] = "shard"
     """What it sees at once. shard: the rows of a shard. batch: those of the whole global batch, of all workers, in

@@ -211,9 +211,10 @@ def test_an_old_run_that_cut_whole_batches_is_shown_and_does_not_go_on(
         "ddp holds a run of a different job (its scatter: batch is gone, so no job goes on" in capsys.readouterr().err
     )
     assert {path: path.read_bytes() for path in before} == before
-    for command in (["list", str(tmp_path)], ["report", run.path], ["compare", run.path, str(tmp_path / "sweep-1")]):
-        assert status_of(monkeypatch, *command) == 0
-        assert "ddp" in capsys.readouterr().out
+    for command, says in (("list", "ddp"), ("report", "newest checkpoint after 4 of"), ("compare", "scatter")):
+        others = {"list": [str(tmp_path)], "compare": [run.path, str(tmp_path / "sweep-1")]}
+        assert status_of(monkeypatch, command, *others.get(command, [run.path])) == 0
+        assert says in capsys.readouterr().out
     assert status_of(monkeypatch, "replay", run.path, "--step", "1") == 2
     assert "scatter: is no key of a job; here it is collate" in capsys.readouterr().err
 
