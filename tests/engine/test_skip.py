@@ -98,7 +98,6 @@ def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path
         "fsdp": {"workers": 2, "strategy": "fsdp"},
         # The same samples are lost, some to `skip` and some to `on_error`.
         "half": {"workers": 2, "skip": SKIP[::2], "on_error": {"quarantine": 12}},
-        "the other half": {"workers": 2, "skip": SKIP[1::2], "on_error": {"quarantine": 12}},
     }
     found = {}
     for name, keys in ways.items():
