@@ -36,8 +36,8 @@ class Pairs(Dataset[Any]):
 class Started(Pairs):
     """Pairs whose loader's processes are started so."""
 
-    def __init__(self, loader_context: str) -> None:
-        super().__init__()
+    def __init__(self, loader_context: str, length: int = 101) -> None:
+        super().__init__(length)
         self.loader_context = loader_context
 
 
