@@ -75,7 +75,7 @@ def job_file(marks: Path, processes: int, **keys: Any) -> Path:
         "dataset": "marked:Slow",
         "loss": "torch.nn:MSELoss",
         "optimizer": {"target": "marked:MarkedSGD", "args": {"lr": 0.01, "marks": str(marks)}},
-        "loader": {"processes": processes, **({"context": "fork"} if processes else {})},
+        "loader": {"processes": processes},
         "batch_size": recovering.BATCH,
         "shards": 6,
         "epochs": 1000,

@@ -12,6 +12,8 @@ from torch.utils.data import Dataset
 class Slow(Dataset[Any]):
     """480 pairs of numbers; each read takes a few milliseconds."""
 
+    loader_context = "fork"
+
     def __len__(self) -> int:
         return 480
 

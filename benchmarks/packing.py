@@ -1,7 +1,7 @@
 """A small GPT on rows of several lengths, packed, against the same padded, and against loops fed by others.
 
 Against padded, a side is a whole run. Its figure is the tokens of the rows, which are the same on both sides, by the
-seconds of its steps but the first two. Padded, a batch is as long as its longest row. About as many tokens are in a
+seconds of its steps but the first two. Padded, a shard is as long as its longest row. About as many tokens are in a
 batch of both.
 
 The others are Streaming and LitData: each feeds a loop with DDP with windows that were packed before, by its own
@@ -67,11 +67,11 @@ PACKED: dict[str, Any] = {
     "inputs": list(INPUTS),
     "target": "labels",
 }
-PADDED: dict[str, Any] = {"batch_size": ROWS, "collate": "benchmarks.packing:padded", "scatter": "batch"}
+PADDED: dict[str, Any] = {"batch_size": ROWS, "collate": "benchmarks.packing:padded"}
 
 
 def padded(items: list[dict[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A batch as long as its longest row: what a collate without packing does."""
+    """A shard as long as its longest row: what a collate without packing does."""
     sizes = [len(item["input_ids"]) for item in items]
     inputs = torch.zeros(len(items), max(sizes), dtype=torch.long)
     labels, documents = torch.full_like(inputs, -100), torch.full_like(inputs, -1)

@@ -45,7 +45,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "The same numbers on any workers",
         "What decides the bits of a result.",
-        ("shards", "seed", "bitwise", "scatter", "sync_batchnorm"),
+        ("shards", "seed", "bitwise", "sync_batchnorm"),
     ),
     (
         "Carry on",
@@ -94,7 +94,7 @@ LINKS: dict[str, str] = {
     "init_from": "[More](faults.md#start-from-another-run)",
     "strict": "[A new head](recipes.md#a-new-head)",
     "inputs": "[Items](data.md#items)",
-    "loader": "[Reading ahead](data.md#reading-ahead)",
+    "loader": "[Loader processes](data.md#loader-processes)",
     "on_error": "[Bad records](bad-records.md)",
     "skip": "[Leave rows out](replay.md#leave-rows-out)",
     "scheduler": "[Schedules](steps.md#a-schedule)",

@@ -1,6 +1,7 @@
 """torchvision's RetinaNet, tiny and untrained, on drawn images of rectangles. It needs the package `torchvision`.
 
-A batch is a list of images of several sizes and a list of dicts of boxes, as torchvision's detectors take them.
+A batch is a list of images of several sizes and a list of dicts of boxes, as torchvision's detectors take them. The
+list stands in a tuple of its own: the items of a list would be arguments of the model, one for each image.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 Item = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Batch = tuple[tuple[list[torch.Tensor]], list[dict[str, torch.Tensor]]]
 COLOURS = torch.tensor([[0.9, 0.1, 0.1], [0.1, 0.9, 0.1]])  # of label 1 and of label 2
 IOU = 0.5  # a box that overlaps a true one by this share is that one
 
@@ -44,9 +46,9 @@ class Rectangles(Dataset[Item]):
         return image, {"boxes": boxes, "labels": labels}
 
 
-def collate(items: list[Item]) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+def collate(items: list[Item]) -> Batch:
     """Return a list of images and a list of targets: what differs in size is not stacked."""
-    return [image for image, _ in items], [target for _, target in items]
+    return ([image for image, _ in items],), [target for _, target in items]
 
 
 def detector(width: int = 16) -> nn.Module:
@@ -66,9 +68,9 @@ def detector(width: int = 16) -> nn.Module:
     return model
 
 
-def step(model: nn.Module, batch: tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]) -> dict[str, Any]:
+def step(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """A step: a training gets the losses of the model, means over the images; an evaluation gets the boxes."""
-    images, targets = batch
+    (images,), targets = batch
     if not model.training:
         return {"outputs": model(images), "target": targets}
     losses = model(images, targets)

@@ -30,7 +30,7 @@ def test_torchvisions_detector_trains_and_predicts_as_alone_on_any_number_of_wor
     pytest.importorskip("torchvision", reason="needs the package torchvision: pip install torchvision")
     for workers in (1, 2):
         run_group(job(workers, optimizer=SGD, shuffle=False), tmp_path / f"train-{workers}")
-    images, targets = collate([Rectangles()[at] for at in range(IMAGES)])
+    (images,), targets = collate([Rectangles()[at] for at in range(IMAGES)])
     model = initial(lambda: detector(4))
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), []
     for at in range(0, IMAGES, 8):

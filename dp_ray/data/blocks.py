@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -318,7 +319,7 @@ class Blocks(Dataset[Item], Generic[BlockSource]):
         """The size and the version of each file, by its path or URL; they change if the file does."""
         return {str(file): f"{file.size} bytes, {file.version}" for file in self.files}
 
-    @property
+    @cached_property  # which may be set to another
     def loader_context(self) -> str | None:
         """How processes that read the files are started: spawned, since a storage's client does not survive a fork.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -121,7 +122,7 @@ class Mix(Dataset[Any]):
         """Whether a source can only be read forward, so that nothing can be shuffled."""
         return any(getattr(source, "reads_forward", False) for source in self.sources.values())
 
-    @property
+    @cached_property  # which may be set to another
     def loader_context(self) -> str | None:
         """How processes that read are started: as the first source asks that does ask."""
         return next(filter(None, (getattr(source, "loader_context", None) for source in self.sources.values())), None)

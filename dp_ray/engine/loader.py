@@ -218,7 +218,10 @@ def make_loader(
     loader, processes, screen = job.loader, job.loader.processes, samples.screen
     order = order_of(job, samples.dataset)
     # The client of an object store does not survive a fork: a dataset that reads from one asks for "spawn".
-    context = loader.context or getattr(samples.dataset, "loader_context", None)
+    context = getattr(samples.dataset, "loader_context", None) if processes else None
+    if context not in (None, *(known := multiprocessing.get_all_start_methods())):
+        what = f"{samples.reader.name}'s attribute loader_context"
+        raise JobError(f"{what}: must be None, {' or '.join(map(repr, known))}, got {context!r:.80}")
     collate = collate or collate_of(job)
     if samples.reader.carry:
         collate = functools.partial(collate_passthrough, collate, samples.reader.carry)
@@ -231,7 +234,7 @@ def make_loader(
         prefetch_factor=loader.prefetch if processes else None,
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
         persistent_workers=loader.persistent and processes > 0,
-        multiprocessing_context=context if processes else None,
+        multiprocessing_context=context,
         worker_init_fn=begin_process,
     )
     try:
@@ -279,9 +282,9 @@ def _check_can_be_sent(context: BaseContext, samples: Samples, collate: Any) -> 
         of_module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         advice = "open it where it is used first, as in __getitem__, so that each process has its own"
         if kind is FunctionType:
-            advice = "give a function that has a name in a module, or set loader.context: fork"
+            advice = "give a function that a module names, or the dataset an attribute loader_context = 'fork'"
         raise JobError(
-            f"loader.context: {context.get_start_method()} pickles the dataset and the collate for each process, and "
+            f"loader.processes: {context.get_start_method()} pickles the dataset and the collate for each one, and "
             f"{part_of}, a {of_module}{kind.__qualname__}, cannot be pickled: {type(error).__name__}: {error}; "
             f"{advice}"
         ) from error
@@ -296,7 +299,7 @@ def remarks_on(job: Job, name: str, dataset: Any) -> list[str]:
             f"{name}: generators that cannot be seeded, so that what samples draw from them depends on workers and "
             f"loader processes: {listed(not_seeded)}; draw from the global ones of torch, numpy or random"
         )
-    method = job.loader.context or getattr(dataset, "loader_context", None) or multiprocessing.get_start_method()
+    method = getattr(dataset, "loader_context", None) or multiprocessing.get_start_method()
     if job.loader.processes and method == "fork" and (opened := opened_in(dataset)):
         lines.append(
             f"{name}: forked loader processes share the position in what it has open, and may read wrong rows: "

@@ -7,7 +7,6 @@ does not need are not there. Samples of the job's `skip` are left out by arithme
 import dataclasses
 import functools
 import itertools
-from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from operator import attrgetter, itemgetter
@@ -35,15 +34,12 @@ from dp_ray.job.targets import build_dataset, resolve
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved_batch
-from dp_ray.tensors.scatter import cut, num_rows
+from dp_ray.tensors.scatter import num_rows
 from dp_ray.tensors.tree import bare_tensors, flatten, holds_objects, sizes
 
 
 class LoadedShard(NamedTuple):
-    """A shard as it was read: without the samples that are skipped or set aside; None for a batch without rows.
-
-    Within the path it may be a whole global batch, as shard -1.
-    """
+    """A shard as it was read: without the samples that are skipped or set aside; None for a batch without rows."""
 
     shard: Shard
     indices: Indices
@@ -83,7 +79,7 @@ class Source:
     told: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-Walk: TypeAlias = Iterator[tuple[int, list[Shard], list[Shard]]]  # steps, their shards, and what is read for these
+Walk: TypeAlias = Iterator[tuple[int, list[Shard]]]  # steps, and a worker's shards of each
 Pick: TypeAlias = Callable[[Any], Any]
 CANDIDATES = 5  # good samples of which one becomes the reference
 
@@ -105,10 +101,10 @@ def load_steps(
     background.
 
     A shard's rows are the samples that were cut for it. What a collate of the user's makes of them is handed on as it
-    is, unless it is to be cut (`scatter: batch`): then each leaf needs one row for each sample.
+    is.
 
     Raises DataError if reading a sample raises; the message names the sample and the dataset.
-    Raises DataError if a leaf that needs one row for each sample has not.
+    Raises DataError if torch's own collate gives the model a leaf that has not one row for each sample.
     """
     job, dataset, screen = source.job, source.dataset, None
     hold_blocks(job, dataset, work)
@@ -120,15 +116,13 @@ def load_steps(
         columns, screen = None, new_screen(job, reader, quarantine.reference)
     samples = Samples(reader, job.seed, columns, times or StepTimes(), screen, source.told)
     skipping = Skipping(job, dataset) if job.skipped else None
-    walk = functools.partial(_walk, work, skipping, job.scatter == "batch")
+    walk = functools.partial(_walk, work, skipping)
     for_reading, for_steps = itertools.tee(walk())
     good: dict[int, list[Shard]] = {}  # by step, what is left of the worker's shards by the time that these are read
     loaded = _read(job, samples, lambda: _pieces(walk()), _pieces(for_reading), device)
     if quarantine is not None:
         loaded = _without_bad(quarantine, walk(), loaded, good)
     loaded = _checked(job, pick, loaded)
-    if job.scatter == "batch":
-        loaded = _scattered(job, walk(), loaded, good if quarantine is not None else None)
     loaded = on_device(loaded, device, None if times is None else times.clock)
     if must_align(job, device):
         loaded = _aligned(loaded)
@@ -139,17 +133,14 @@ def load_steps(
     return _steps(source, work.split, for_steps, loaded, good, skipping)
 
 
-def _walk(work: Work, skipping: "Skipping | None", takes_whole: bool) -> Walk:
-    """Yield the steps of a worker, with its shards, and with what is read for them: these, or the global batch."""
+def _walk(work: Work, skipping: "Skipping | None") -> Walk:
+    """Yield the steps of a worker, with its shards as they are read: without what is skipped."""
     for step, shards in work:
-        pieces = shards if not (takes_whole and shards) else [work.split.whole(step)]
-        if skipping is not None:
-            shards, pieces = list(map(skipping, shards)), list(map(skipping, pieces))
-        yield step, shards, pieces
+        yield step, shards if skipping is None else list(map(skipping, shards))
 
 
 def _pieces(walk: Walk) -> Iterator[Shard]:
-    return itertools.chain.from_iterable(map(itemgetter(2), walk))
+    return itertools.chain.from_iterable(map(itemgetter(1), walk))
 
 
 def _read(
@@ -176,29 +167,23 @@ def _without_bad(
 
     All of a step are taken before its first one is yielded: by then, it is known how many rows the step has.
     """
-    for step, shards, pieces in walk:
-        read = [next(loaded) for _ in pieces]
-        bad: dict[int, BadSample] = {}  # by position
-        for loaded_shard in read:
-            if loaded_shard.batch is not None and loaded_shard.batch.bad:
-                positions = loaded_shard.shard.positions
-                bad |= {positions[place]: sample for place, sample in loaded_shard.batch.bad.items()}
-        for shard in shards:
-            mine = {at: bad[at] for at in bad if shard.start <= at < shard.stop}
-            if mine:
-                quarantine.keep(shard, mine)
-        good[step] = [_without(shard, bad) for shard in shards] if bad else shards
-        for piece, indices, screened in read:
-            left, batch = _without(piece, bad), screened and screened.batch
-            if left is not piece:
-                indices = indices[[at not in bad for at in piece.positions]]
-            yield LoadedShard(left, indices, batch)
+    for step, shards in walk:
+        read = [next(loaded) for _ in shards]
+        left = [_set_aside(quarantine, shard) for shard in read]
+        good[step] = [shard.shard for shard in left]
+        yield from left
 
 
-def _without(shard: Shard, bad: dict[int, BadSample]) -> Shard:
-    """Return the shard without the positions of bad samples."""
-    more = [at for at in bad if shard.start <= at < shard.stop]
-    return dataclasses.replace(shard, missing=tuple(sorted({*shard.missing, *more}))) if more else shard
+def _set_aside(quarantine: Quarantine, loaded: LoadedShard) -> LoadedShard:
+    """Return a screened shard without its bad samples, which the quarantine keeps."""
+    shard, indices, screened = loaded
+    if screened is None or not screened.bad:
+        return loaded._replace(batch=screened and screened.batch)
+    positions = shard.positions
+    bad: dict[int, BadSample] = {positions[place]: sample for place, sample in screened.bad.items()}
+    quarantine.keep(shard, bad)
+    left = dataclasses.replace(shard, missing=tuple(sorted({*shard.missing, *bad})))
+    return LoadedShard(left, indices[[at not in bad for at in positions]], screened.batch)
 
 
 def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Generator[LoadedShard, None, None]:
@@ -222,48 +207,16 @@ def _checked(job: Job, pick: Pick | None, loaded: Iterator[LoadedShard]) -> Gene
         yield loaded_shard if taken is batch else LoadedShard(shard, indices, taken)
 
 
-def check_rows(job: Job, inputs: Any, piece: Shard) -> None:
-    """Raise DataError unless each leaf of the inputs has as many rows as the piece, a shard or a global batch.
-
-    A global batch must have such leaves: without any, each shard would get all of it.
-    """
-    named = f"shard {piece.shard}" if piece.shard >= 0 else "the global batch"
-    must = "collate must give one row for each sample"
-    if piece.shard < 0:
-        must += ", or leave out scatter: batch: then each shard is collated by itself, and may have any form"
+def check_rows(job: Job, inputs: Any, shard: Shard) -> None:
+    """Raise DataError unless each leaf of the inputs has as many rows as the shard."""
+    named, must = f"shard {shard.shard} of step {shard.step}", "collate must give one row for each sample"
     try:
         got = num_rows(inputs, job.batch_dim)
     except DataError as error:
-        raise DataError(f"{named} of step {piece.step} cannot be cut: {error}; {must}") from None
-    if got == piece.rows or (got is None and piece.shard >= 0):
-        return
-    gave = f"{sizes(inputs)}"[:300]
-    what = f"{gave}, without tensors or arrays that could be cut"
-    if got is not None:
-        what = f"{got} along dimension {job.batch_dim}: {gave}"
-    raise DataError(f"{named} of step {piece.step} has {piece.rows} rows, but collate gave {what}; {must}")
-
-
-def _scattered(
-    job: Job, walk: Walk, loaded: Iterator[LoadedShard], good: dict[int, list[Shard]] | None
-) -> Generator[LoadedShard, None, None]:
-    """Cut each global batch into this worker's shards: for collates that pad to the batch's longest.
-
-    The shards keep the borders that they have in a batch of which nothing is missing. With a quarantine, `good` has
-    what is left of them.
-    """
-    for step, shards, pieces in walk:
-        if not pieces:
-            continue
-        whole, indices, batch = next(loaded)
-        if batch is not None:
-            check_rows(job, batch, whole)
-        positions = whole.positions
-        for shard in shards if good is None else good[step]:
-            first = bisect_left(positions, shard.start)
-            end = first + shard.rows
-            part = cut(batch, first, end, job.batch_dim) if shard.rows else None
-            yield LoadedShard(shard, indices[first:end], part)
+        raise DataError(f"{named} cannot be cut: {error}; {must}") from None
+    if got is not None and got != shard.rows:
+        gave = f"{got} along dimension {job.batch_dim}: {f'{sizes(inputs)}':.300}"
+        raise DataError(f"{named} has {shard.rows} rows, but collate gave {gave}; {must}")
 
 
 def _steps(
@@ -276,7 +229,7 @@ def _steps(
 ) -> Generator[LoadedStep, None, None]:
     """Yield the steps of the loaded shards; `good` has the shards of those of which samples were set aside."""
     try:
-        for step, planned, _ in walk:
+        for step, planned in walk:
             # A name would keep a batch's memory while the next one is read: the first one is handed on in a list.
             read: list[LoadedShard] = []
             in_turn = functools.partial(_next, source, split, loaded, read)
@@ -357,7 +310,7 @@ def _aligned(loaded: Generator[LoadedShard, None, None]) -> Generator[LoadedShar
     """Yield the shards with tensors that begin at multiples of 16 bytes, for reductions to have the same bits.
 
     What comes from the host has memory of its own, and so have the copies that a loss over the batch makes of it.
-    Rows of a batch that was collated on the GPU are a view, of which a worker with one shard makes no copy.
+    What a collate of the user's gives on the GPU may be a view, of which a worker with one shard makes no copy.
     """
     for shard in loaded:
         current = [shard._replace(batch=aligned_batch(shard.batch))]

@@ -177,18 +177,12 @@ def autocast(
 
 def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
     """Call the model as the job's `call` says; `auto` unpacks a tuple or list, but not of texts, and nothing else."""
-    if type(inputs) is torch.Tensor and call != "kwargs" and call != "args":
+    if type(inputs) is torch.Tensor and call == "auto":
         return model(inputs)
     if call == "kwargs":
         return model(**inputs)
-    return model(*inputs) if is_unpacked(inputs, call) else model(inputs)
-
-
-def is_unpacked(inputs: Any, call: str) -> bool:
-    """Return whether the model gets what is in a tuple or list as positional arguments."""
-    if call != "auto":
-        return call == "args"
-    return isinstance(inputs, tuple | list) and not are_texts(inputs)
+    is_unpacked = call == "args" or (isinstance(inputs, tuple | list) and not are_texts(inputs))
+    return model(*inputs) if is_unpacked else model(inputs)
 
 
 def are_texts(inputs: Any) -> bool:

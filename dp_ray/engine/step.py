@@ -278,14 +278,14 @@ def build_step(job: Job, world: World) -> Step:
     loss = None if job.loss is None or job.loss_over_batch else build_loss(job.loss, world.devices[-1], job.batch_dim)
     has_several, inputs_of = len(world.devices) > 1, ModelInputs(job)
 
-    calls_with_one, gives_first = job.call in ("auto", "one"), job.gives_first
+    is_auto, gives_first = job.call == "auto", job.gives_first
 
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
         if type(batch) not in (tuple, list) or len(batch) != 2:
             inputs_of(batch)
         inputs, target = batch[0] if gives_first else batch, batch[1]
         try:
-            if calls_with_one and type(inputs) is torch.Tensor:
+            if is_auto and type(inputs) is torch.Tensor:
                 outputs = model(inputs)
             else:
                 outputs = call_model(model, inputs, job.call)
@@ -346,8 +346,14 @@ def model_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -
     if "Expected more than 1 value per channel" in str(error):  # of a BatchNorm
         return "; this shard has one row: choose batch_size and shards so that each has two"
     may_be_of_dict = isinstance(error, TypeError) or f"{type(inputs).__qualname__!r} object" in str(error)
-    if may_be_of_dict and isinstance(inputs, Mapping) and call in ("auto", "one"):
+    if may_be_of_dict and isinstance(inputs, Mapping) and call == "auto":
         return f"; the model got one dict: to pass its keys as keywords, set call: kwargs{describe_input(inputs)}"
+    has_too_many = isinstance(error, TypeError) and "were given" in str(error)
+    if has_too_many and isinstance(inputs, tuple | list) and call == "auto":
+        kind = f"the {len(inputs)} items of a {type(inputs).__name__}"
+        return (
+            f"; the model got {kind}: to give it them as one, have a collate return (inputs,){describe_input(inputs)}"
+        )
     return describe_input(inputs)
 
 
@@ -527,11 +533,11 @@ class PredictInputs(ModelInputs):
         takes_two = least < 2 <= most
         if call == "kwargs":
             gives_first = isinstance(first, Mapping)
-        elif call == "one" or takes_two:
+        elif takes_two:
             gives_first = has_targets
         else:
             gives_first = most < 2 or (has_targets and isinstance(first, tuple | list))
-        if gives_first or (takes_two and call in ("auto", "args")):
+        if gives_first or (takes_two and call != "kwargs"):
             self._say(LEAVES_OUT if gives_first else GIVES_BOTH)
         return batch[0] if gives_first else batch
 

@@ -1,6 +1,6 @@
 """Pydantic's errors as messages for users: the key, what it may be, what it got, and a hint. Begin at `explain`.
 
-`other_names.txt` has keys of other libraries, each with the key that does the same here.
+`other_names.txt` has keys of other libraries and of 0.2, each with the key that does the same here.
 """
 
 import difflib
@@ -83,6 +83,8 @@ def _message(path: str, detail: Any, workers: Any = None) -> str:
         return "is missing"
     if kind == "value_error":
         return str(detail["ctx"]["error"])
+    if kind == "literal_error" and (instead := OTHER_NAMES.get(f"{path}={got}")):
+        return f"{got!r} is no value of it; here it is {instead}"
     if kind == "literal_error" and isinstance(got, str) and path not in _ALLOWED:
         meant = did_you_mean(got, re.findall(r"'([^']+)'", detail["ctx"]["expected"]))
         return f"{detail['msg'].replace('Input should be', 'must be')}, got {got!r:.80}{meant}"
@@ -101,7 +103,6 @@ _ALLOWED = {
     "gpus_per_worker": "'auto' or a number from 0 up",
     "checkpoint.every_seconds": "'auto', null or seconds from 0 up",
     "loader.pin_memory": "'auto', true or false",
-    "loader.context": "null, 'fork', 'spawn' or 'forkserver'",
     "find_unused_parameters": "'auto', true or false",
     "devices": "null or a list of devices, like [cpu] or ['cuda:0', 'cuda:1']",
     "device_map": "null, 'auto' or a list of modules' names, like [encoder.0, encoder.1]",

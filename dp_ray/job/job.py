@@ -14,7 +14,7 @@ from pydantic import ValidationError, model_validator
 from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import (
-    Eval,
+    FORMS,
     Form,
     JobKeys,
     NamedEval,
@@ -235,13 +235,10 @@ class Job(MeasuringKeys):
             yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
         if by_keys and self.target is None and self.task != "predict" and not self.takes_batches:
             yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
-        if self.skipped and self.sync_batchnorm:
-            yield "skip: sync_batchnorm would wait for a shard without samples; leave one of them out"
-        if self.on_error is None:
-            return
-        if self.sync_batchnorm:
-            yield "on_error: sync_batchnorm would wait for a shard without samples; leave one of them out"
-        if "rows" in self.metrics and self.eval is not None:
+        if self.sync_batchnorm and self.may_lose_rows:
+            key = "skip" if self.skipped else "on_error"
+            yield f"{key}: sync_batchnorm would wait for a shard without samples; leave one of them out"
+        if self.on_error is not None and "rows" in self.metrics and self.eval is not None:
             yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
     @property
@@ -453,7 +450,11 @@ class Job(MeasuringKeys):
         described = functools.partial(describe_target, form=form)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
-        evals = {name: _described_eval(keys, described(keys.dataset)) for name, keys in self.evaluations}
+        evals = {name: keys.model_dump(exclude={"dataset"}) for name, keys in self.evaluations}
+        for name, keys in self.evaluations:
+            evals[name]["dataset"] = described(keys.dataset)
+            if keys.metrics is None:  # version 0.2 did not know them
+                del evals[name]["metrics"]
         values["eval"] = evals.get("", evals) or None
         values["outputs"] = {**self.outputs.model_dump(exclude={"after"}), "after": described(self.outputs.after)}
         values |= {key: described(getattr(self, key)) for key in self.TARGETED}
@@ -468,10 +469,14 @@ class Job(MeasuringKeys):
     def __str__(self) -> str:
         return hide(super().__str__())
 
-    def fingerprint(self, form: Form = "now", with_lengths: bool = False) -> str:
-        """Return a hash of every key that can change a step's result, as this version or 0.2 makes it."""
+    def fingerprint(self, form: Form = "now", with_lengths: bool = False, call: str | None = None) -> str:
+        """Return a hash of every key that can change a step's result, as this version or 0.2 makes it.
+
+        `call` stands in the place of the job's own.
+        """
         left_out = () if with_lengths else self.LENGTHS
         kept = {key: value for key, value in that_count(self.describe(form)).items() if key not in left_out}
+        kept["call"] = call or self.call
         kept["inputs"] = "first" if self.gives_first else self.inputs
         kept["shuffle"] = self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
         kept["skip"] = self.skipped or None
@@ -487,31 +492,28 @@ class Job(MeasuringKeys):
         except (TypeError, ValueError, RecursionError) as error:
             raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
 
-    def has_fingerprint(self, fingerprint: str | None) -> bool:
+    def has_fingerprint(self, fingerprint: str | None, with_lengths: bool = False) -> bool:
         """Return whether a run or checkpoint with this fingerprint is of this job.
 
-        Version 0.2 hashed the types of all Python objects.
+        Version 0.2 hashed the types of all Python objects, and had `call: one`, for which a collate does now.
         """
-        return fingerprint in (self.fingerprint(), self.fingerprint("0.2"))
-
-
-def _described_eval(keys: Eval, dataset: Any) -> dict[str, Any]:
-    """Return an evaluation as plain values; earlier versions did not know `metrics`."""
-    left_out = {"dataset"} if keys.metrics is not None else {"dataset", "metrics"}
-    return {**keys.model_dump(exclude=left_out), "dataset": dataset}
+        ways = itertools.product(FORMS, (self.call, "one"))
+        return any(fingerprint == self.fingerprint(form, with_lengths, call) for form, call in ways)
 
 
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a described job that can change its result; `outputs` without what is not set."""
-    inner = job.get("outputs") or {} if job.get("task") == "predict" else {}
-    outputs = {
-        key: value for key, value in inner.items() if value not in (None, False) and f"outputs.{key}" not in _LEFT_OUT
-    }
-    return {**{key: value for key, value in job.items() if key not in _LEFT_OUT}, "outputs": outputs}
+    """Return the keys of a described job that can change its result; `outputs` without what is not set.
+
+    Version 0.2 had one more: a job of this version is its job with `scatter: samples`.
+    """
+    inner, left_out = job.get("outputs") or {}, Job.CANNOT_CHANGE_THE_RESULT
+    counting = {key: value for key, value in job.items() if key not in left_out}
+    outputs = {key: value for key, value in inner.items() if value not in (None, False)}
+    outputs = {key: value for key, value in outputs.items() if f"outputs.{key}" not in left_out}
+    return {"scatter": "samples", **counting, "outputs": outputs if job.get("task") == "predict" else {}}
 
 
-_LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
-# Keys that earlier versions did not have, each with the value that their runs have.
+# Keys that version 0.2 did not have, or did not hash where they had these values; its runs have these.
 AS_BEFORE: tuple[tuple[str, Any], ...] = (
     *(("target", None), ("skip", None), ("outputs", {}), ("loop", None)),
     *(("early_stopping", None), ("ema", None), ("strict", True), ("pack", None)),

@@ -50,7 +50,7 @@ class Target(Strict):
     """What to call, with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
 
     EXAMPLE: ClassVar[str] = "jobs.digits:Net"
-    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = ()  # keys of today with the values that earlier runs had
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = ()  # keys that 0.2 did not have, and what its runs have
 
     target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})]
     """`module:attribute`, imported from the current folder. From Python, a class or function too."""
@@ -570,8 +570,6 @@ class Loader(Strict):
     """Load batches into pinned memory. auto: if the worker has a GPU."""
     persistent: bool = True
     """Keep the processes from one epoch to the next."""
-    context: Literal["fork", "spawn", "forkserver"] | None = None
-    """How the processes are started. null: the system's default."""
 
 
 class Outputs(Strict):
@@ -625,10 +623,6 @@ class Pack(Strict):
 
     ADDED: ClassVar[tuple[str, ...]] = ("position_ids", "document_ids")
     LABELS: ClassVar[str] = "labels"
-
-
-def _in_order(samples: list[int]) -> list[int]:
-    return sorted(set(samples))
 
 
 class WorkKeys(Strict):
@@ -764,15 +758,12 @@ class JobKeys(WorkerKeys, WorkKeys):
     model's `forward`, and a line says if the target is left out."""
     target: str | Annotated[list[str], Field(min_length=1)] | None = None
     """The key of an item's target, like `label`, if `inputs` is a list of keys; several give a dict."""
-    call: Literal["auto", "one", "args", "kwargs"] = "auto"
-    """How the model is called. one: `model(inputs)`. args: `model(*inputs)`. kwargs: `model(**inputs)`. auto: args
-    for a tuple or list, but not for one of texts, else one."""
+    call: Literal["auto", "args", "kwargs"] = "auto"
+    """How the model is called. args: `model(*inputs)`. kwargs: `model(**inputs)`. auto: args for a tuple or list, but
+    not for one of texts, else `model(inputs)`."""
     collate: Targeted | None = None
-    """A function that makes a batch of a list of samples, or a class of such; its args are keywords. Default: torch's
-    default_collate."""
-    scatter: Literal["samples", "batch"] = "samples"
-    """samples: collate each shard by itself. batch: collate the whole global batch, then cut it, for a collate that
-    pads to the longest sample."""
+    """A function that makes a batch of a list of samples, those of a shard, or a class of such; its args are
+    keywords. Default: torch's default_collate."""
     batch_dim: NonNegativeInt = 0
     """The dimension of tensors that holds the rows, as `dim` of nn.DataParallel. One-dimensional tensors hold them in
     dimension 0."""
@@ -782,7 +773,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     """Set samples aside that raise, hang or cannot be collated, like `{quarantine: 100}`, and go on without them.
     null: such a sample ends the job."""
 
-    skip: Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_in_order)] | None = None
+    skip: (
+        Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(lambda given: sorted(set(given)))] | None
+    ) = None
     """train only: samples of `dataset` to leave out, by their indices, like `[812, 1007]`. They are not read, and
     count with weight 0."""
     stop_on_nan: bool = False

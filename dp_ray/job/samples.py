@@ -91,8 +91,8 @@ def hold_blocks(job: Job, dataset: Any, work: Work) -> None:
     """Have a dataset of dp_ray.data keep in memory the blocks of a window that the worker reads."""
     if not hasattr(dataset, "hold_blocks"):
         return
-    how, shards = job.block_shuffle, job.num_shards if job.scatter == "batch" else len(work.shards)
-    dataset.hold_blocks(1 if how is None else blocks_held(how.window_blocks, shards, job.num_shards))
+    how = job.block_shuffle
+    dataset.hold_blocks(1 if how is None else blocks_held(how.window_blocks, len(work.shards), job.num_shards))
 
 
 # For one small shard numpy's overhead would dominate.
@@ -103,7 +103,7 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ReadRequest(NamedTuple):
-    """One read from the dataset: the samples of a shard, or with `shard` -1 of a whole global batch.
+    """One read from the dataset: the samples of a shard, or with `shard` -1 one that is no step's.
 
     `ahead` are blocks of the dataset that later requests to the same process need.
     """
@@ -119,8 +119,7 @@ class ReadRequest(NamedTuple):
 class IndexLists:
     """The batch sampler of a worker's DataLoader: one ReadRequest for each piece that it collates.
 
-    `pieces` gives the shards or the global batches; what is missing from one is not read. It is a function because
-    the loader may start more than once.
+    `pieces` gives the shards; what is missing from one is not read. It is a function, as the loader may start again.
     `look_ahead`, if there is one, gives for the pieces the blocks to read ahead with each.
     """
 
@@ -233,7 +232,7 @@ class LookAhead(Iterator[Sequence[int]]):
         self._num_ahead += len(new)
 
     def _blocks_of(self, order: BlockOrder, window: int, shard: int) -> list[int]:
-        """Return the blocks of which a shard, or with -1 the whole batch, draws samples from a window."""
+        """Return the blocks of which a shard, or with -1 any shard, draws samples from a window."""
         shards = range(order.shards) if shard < 0 else range(shard, shard + 1)
         ranges = order.samples_of(window, shards)
         return list(dict.fromkeys(block for first, stop in ranges for block in self._dataset.blocks_at(first, stop)))

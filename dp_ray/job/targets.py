@@ -66,23 +66,24 @@ def built(key: str, target: Any) -> Any:
     return build(key, target) if is_class else bound(key, target)
 
 
-def check_args(key: str, target: Target) -> Any:
+def check_args(key: str, target: Target, leading: int | None = None) -> Any:
     """Return the function or class that the job's `key` names, whose args are right as far as is known uncalled.
 
-    Raises JobError if it cannot be imported or called, or rejects args.
+    A call adds `leading` positional arguments before them; None of a function that gets any. Raises JobError if it
+    cannot be imported or called, or rejects args.
     """
     function = resolve(key, target)
     if not callable(function):
-        raise JobError(f"{key}: {target.label} is {function!r:.60}, which cannot be called")
-    if _makes_functions(function):
-        bind(key, target)
-        return function
+        says = "not a class or function that can be called with args"
+        raise JobError(f"{key}: {target.label} is {function!r:.60}, {says}")
+    if leading is None and _makes_functions(function):
+        leading = 0
     with suppress(ValueError):  # some built-in callables have no signature
         takes = inspect.signature(function)
         try:
-            takes.bind_partial(**target.args)
+            takes.bind_partial(**target.args) if leading is None else takes.bind(*[None] * leading, **target.args)
         except TypeError as error:
-            says = _rejection(list(takes.parameters.values()), target.args, error)
+            says = _rejection(list(takes.parameters.values())[leading or 0 :], target.args, error)
             raise JobError(f"{key}.args: {target.label} {says}") from None
     return function
 
@@ -162,21 +163,19 @@ def _has(dataset: Any, name: str) -> bool:
 def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
     """Return the target's callable with its args bound; a call adds `leading` positional arguments before them.
 
-    Raises JobError if the target cannot be imported, cannot be called or rejects its args.
+    Raises what `check_args` raises; the call raises JobError for an error of the target's.
     """
-    function = resolve(key, target)
-    if not callable(function):
-        raise JobError(
-            f"{key}: {target.label} is {function!r:.60}, not a class or function that can be called with args"
-        )
-    try:
-        inspect.signature(function).bind(*[None] * leading, **target.args)
-    except TypeError as error:
-        takes = list(inspect.signature(function).parameters.values())[leading:]
-        raise JobError(f"{key}.args: {target.label} {_rejection(takes, target.args, error)}") from None
-    except ValueError:
-        pass  # some built-in callables have no signature
-    return lambda *positional: _call(key, target, function, positional)
+    function = check_args(key, target, leading)
+
+    def call(*positional: Any) -> Any:
+        try:
+            return function(*positional, **target.args)
+        except Error:
+            raise
+        except (Exception, SystemExit) as error:
+            raise JobError(f"{key}: {target.label} raised {type(error).__name__}: {error}") from error
+
+    return call
 
 
 def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], error: TypeError) -> str:
@@ -224,15 +223,6 @@ def _import(key: str, module_name: str) -> Any:
         ) from None
     except (Exception, SystemExit) as error:
         raise JobError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
-
-
-def _call(key: str, target: Target, function: Callable[..., Any], positional: tuple[Any, ...]) -> Any:
-    try:
-        return function(*positional, **target.args)
-    except Error:
-        raise
-    except (Exception, SystemExit) as error:
-        raise JobError(f"{key}: {target.label} raised {type(error).__name__}: {error}") from error
 
 
 def keeps_state(made: Any) -> bool:

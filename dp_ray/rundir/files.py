@@ -121,8 +121,17 @@ def kept_job(run: Storage, noun: str) -> dict[str, Any]:
 
 
 def in_keys_of_now(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kept job without the keys that version 0.2 had: one that is left is told as any key that is none."""
+    """Return a kept job without the keys that version 0.2 had: one that is left is told as any key that is none.
+
+    So is `scatter: batch`, without which the batches would be others.
+    """
     job = dict(kept)
+    if job.get("scatter") == "samples":
+        del job["scatter"]
+    if job.get("call") == "one":
+        job["call"] = "auto"
+    if job.get("loader"):
+        job["loader"] = {key: value for key, value in job["loader"].items() if key != "context"}
     if blocks := job.pop("blocks", None):
         job["device_map"] = blocks
     if job.get("on_error"):

@@ -10,7 +10,7 @@ from typing import Any
 from dp_ray.job.files import differences
 from dp_ray.job.job import AS_BEFORE, Job, that_count
 from dp_ray.job.keys import FORMS, Elastic
-from dp_ray.rundir.files import RUN_JSON, has_kept_nothing, is_finished
+from dp_ray.rundir.files import RUN_JSON, has_kept_nothing, in_keys_of_now, is_finished
 from dp_ray.storage import Storage, located
 from dp_ray.text import SHOWN
 
@@ -85,7 +85,9 @@ def other_job(claimed: Mapping[str, Any], job: Job) -> str:
     """Return the keys in which the run's job differs from this one; empty if it is the same job."""
     if job.has_fingerprint(claimed.get("fingerprint")):
         return ""
-    there, before = that_count(claimed.get("job", {})), dict(AS_BEFORE)
+    there, before = that_count(in_keys_of_now(claimed.get("job", {}))), dict(AS_BEFORE)
+    if there["scatter"] == "batch":
+        return "its scatter: batch is gone, so no job goes on with it; list, report and compare show it"
     lists = []
     for described in map(job.describe, FORMS):
         here = json.loads(json.dumps(that_count(described), default=str))

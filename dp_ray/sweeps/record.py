@@ -156,7 +156,7 @@ def _changes(kept: Sweep, definition: Definition) -> list[str]:
     there, here = kept.definition, definition.describe()
     compared = ["over", "search"] if there["search"] is None else ["over", "search", "metric", "mode"]
     changes = list(differences({key: there[key] for key in compared}, {key: here[key] for key in compared}))
-    if there["fingerprint"] != here["fingerprint"]:
+    if not definition.first.has_fingerprint(there["fingerprint"], with_lengths=True):
         of_job = differences({key: there["job"].get(key) for key in here["job"]}, here["job"])
         changes += [each for each in of_job if each.partition(":")[0] not in here["over"]]
         changes = changes or ["made by another version of dp_ray"]

@@ -236,12 +236,16 @@ def stacked(items: list[torch.Tensor]) -> torch.Tensor:
 class Large(models.Rows):
     """Rows of 4 MB."""
 
+    loader_context = "fork"
+
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.zeros(1 << 20)
 
 
 class Mapped(models.Rows):
     """Rows that are read into shared memory for which the system has no room."""
+
+    loader_context = "fork"
 
     def __getitem__(self, index: int) -> torch.Tensor:
         with open(f"{SHARED_MEMORY}/mapped", "w+b") as file:
@@ -275,7 +279,7 @@ def predicted(dataset: str, folder: Path, collate: str | None, start: Any) -> En
         "model": {"target": "tests.support.models:Linear"},
         "dataset": {"target": f"tests.cluster.test_machine_troubles:{dataset}"},
         "collate": collate,
-        "loader": {"processes": 1, "context": "fork"},
+        "loader": {"processes": 1},
         "storage": str(folder),
         "batch_size": 2,
         "workers": 0,

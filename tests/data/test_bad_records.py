@@ -81,8 +81,7 @@ def everything(job: Job, folder: Path) -> tuple[Any, ...]:
 def test_bits_and_quarantine_do_not_depend_on_workers_or_loaders(tmp_path: Path) -> None:
     """With BatchNorm, whose statistics are shard 0's, and a decay, which a step without rows must not do."""
     decays: dict[str, Any] = {"target": "torch.optim:SGD", "args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}}
-    in_processes = {"loader": {"processes": 2, "context": "fork"}}
-    ways: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {"scatter": "batch"}), (3, in_processes)]
+    ways: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (3, {"loader": {"processes": 2}})]
     found = [
         everything(job("conv", workers, True, optimizer=decays, **keys), tmp_path / str(workers))
         for workers, keys in ways
@@ -206,13 +205,11 @@ def test_a_task_evaluate_measures_the_good_rows(tmp_path: Path) -> None:
     assert told["loss"] == pytest.approx(cross_entropy(model(pairs.inputs[good]), pairs.targets[good]).item())
 
 
-@pytest.mark.full(but=["samples"])
-@pytest.mark.parametrize("scatter", ["samples", "batch"])
-def test_what_a_users_collate_cannot_collate_is_set_aside(tmp_path: Path, scatter: str) -> None:
+def test_what_a_users_collate_cannot_collate_is_set_aside(tmp_path: Path) -> None:
     """It is bad if it cannot be collated with the reference, also alone in its shard, as sample 22 is."""
     bad = {"misshapen": [4], "raises": [0, 12, 13], "matrix": [6, 11, 22]}
     collate = "tests.support.bad_data:padded"
-    outputs = predicted(tmp_path, workers=2, bad=bad, collate=collate, scatter=scatter, shards=4)
+    outputs = predicted(tmp_path, workers=2, bad=bad, collate=collate, shards=4)
     assert set_aside(tmp_path) == {
         0: "ValueError",
         12: "ValueError",

@@ -30,7 +30,7 @@ from dp_ray.storage import Storage
 from tests.data.test_tokens import FORMS
 from tests.support import tables
 from tests.support.chance import examples
-from tests.support.feeds import MEMORY, PREDICT, ROWS, InMemory, job_of, loader, predicted, rows, trained
+from tests.support.feeds import MEMORY, PREDICT, ROWS, InMemory, job_of, predicted, rows, trained
 from tests.support.group import ProcessExit, run_group
 from tests.support.models import Rows
 from tests.support.names import found_at, trees, ways
@@ -266,7 +266,7 @@ def test_any_workers_and_loaders_give_the_bits_of_memory(
 ) -> None:
     given = source(server, write, f"jobs-{write.__name__}", tmp_path / "files")
     for workers, processes in workers_and_processes:
-        keys = {"workers": workers, "loader": loader(processes)}
+        keys = {"workers": workers, "loader": {"processes": processes}}
         assert trained(tmp_path / f"train-{workers}", given, **keys) == wanted.weights
         assert predicted(tmp_path / f"predict-{workers}", given, **keys) == wanted.outputs
 

@@ -91,7 +91,7 @@ ORDERS: list[dict[str, Any]] = [
 
 @pytest.mark.full(but=["keys2"])
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [*ORDERS, {"shuffle": {"window_blocks": 4}, "shards": 2, "scatter": "batch"}])
+@pytest.mark.parametrize("keys", ORDERS)
 def test_a_slow_model_does_not_wait_for_a_slow_store(table: str, keys: dict[str, Any]) -> None:
     dataset, times, found = Slow(table), StepTimes(), []
     for indices, batch in feed(dataset, times, **keys):

@@ -97,13 +97,6 @@ def test_any_workers_and_loaders_train_the_same_bits_and_read_each_block_once(tm
         assert all(torch.equal(weights[name], first[0][name]) for name in first[0])
 
 
-@pytest.mark.slow
-def test_a_worker_that_cuts_whole_batches_holds_the_whole_window(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    run_group(counted_job(tmp_path, log, 2, scatter="batch"), tmp_path / "run")
-    assert set(Counter(log.read_text().splitlines()).values()) == {1}
-
-
 @pytest.mark.full
 @pytest.mark.ray
 def test_workers_on_ray_end_at_the_bits_of_one_process(tmp_path: Path, run_in_session: Any) -> None:

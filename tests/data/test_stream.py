@@ -68,7 +68,7 @@ def test_any_workers_and_loaders_give_the_bits_of_memory(tmp_path: Path) -> None
         ({"iterable": f"{HERE}:of_file", **files}, 2, 0),
     ]
     for number, (args, workers, processes) in enumerate(sources):
-        keys = {"workers": workers, "loader": {"processes": processes, "context": "fork" if processes else None}}
+        keys = {"workers": workers, "loader": {"processes": processes}}
         assert trained(tmp_path / f"train-{number}", stream(**args), **keys) == weights
         assert predicted(tmp_path / f"{number}", {**stream(**args), "inputs": "first"}, **keys) == outputs
 

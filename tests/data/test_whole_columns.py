@@ -128,12 +128,11 @@ class Items:
         return self.tables[index]
 
 
-@pytest.mark.parametrize("scatter", ["samples", "batch"])
 def test_a_prediction_that_carries_reads_no_items(
-    tmp_path: Path, tables: Parquet, monkeypatch: pytest.MonkeyPatch, scatter: str
+    tmp_path: Path, tables: Parquet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"inputs": ["vector"], "batch_size": 5, "shards": 2, "workers": 0, "quiet": True}
-    keys |= {"outputs": {"carry": [*KEYS]}, "order": "shuffled", "scatter": scatter, "storage": str(tmp_path)}
+    keys |= {"outputs": {"carry": [*KEYS]}, "order": "shuffled", "storage": str(tmp_path)}
     items = dp_ray.run(model=torch.nn.Identity(), dataset=Items(tables), name="items", **keys)
     monkeypatch.setattr(Parquet, "__getitems__", None)
     whole = dp_ray.run(model=torch.nn.Identity(), dataset=tables, name="whole", **keys)

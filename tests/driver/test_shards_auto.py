@@ -198,7 +198,7 @@ def test_it_counts_from_the_most_workers_there_may_be(tmp_path: Path) -> None:
         ({"eval": {"dataset": PAIRS, "batch_size": 14}}, 7),
         ({"eval": {"dataset": PAIRS, "batch_size": 12}, "task": "evaluate"}, 4),
         ({"precision": "bf16", "on_error": {"quarantine": 20}, "dataset": Broken}, 4),
-        ({"step": "tests.driver.test_shards_auto:own_step", "loss": None, "scatter": "batch"}, 4),
+        ({"step": "tests.driver.test_shards_auto:own_step", "loss": None}, 4),
         ({"loader": {"processes": 1}, "shuffle": "blocks", "dataset": training.Pairs}, 4),
     ],
     ids=["predict", "evaluate", "evaluations", "evaluate eval's", "bad samples", "a step", "blocks"],

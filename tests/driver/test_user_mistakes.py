@@ -144,6 +144,21 @@ def test_a_dict_for_a_model_of_keywords_gets_a_hint(tmp_path: Path) -> None:
         run(tmp_path, models.Transformerish(), models.Tokens())
 
 
+class OfList(nn.Module):
+    """Takes a list of rows."""
+
+    def forward(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(rows) * 2
+
+
+def test_a_list_for_a_model_that_takes_it_as_one_argument_gets_a_hint(tmp_path: Path) -> None:
+    says = r"the model got the 3 items of a list: to give it them as one, have a collate return \(inputs,\); it got"
+    with pytest.raises(ModelError, match=says):
+        run(tmp_path, OfList(), models.Rows(9), collate=lambda items: items)
+    result = run(tmp_path, OfList(), models.Rows(9), collate=lambda items: (items,))
+    assert torch.equal(result.outputs, models.Rows(9).data * 2)
+
+
 class Classifier(nn.Module):
     """Takes keywords, and gives a loss beside its logits if it gets labels, as models of Hugging Face do."""
 
@@ -279,7 +294,12 @@ def test_what_is_not_supported_points_to_what_is_before_anything_starts(
 
 def test_lists_of_samples_are_datasets_as_before(tmp_path: Path) -> None:
     for samples in ([torch.ones(2), torch.ones(2)], ([1.0, 2.0], [3.0, 4.0])):
-        assert run(tmp_path, lambda: models.Doubler(), samples, call="one", overwrite=True).rows == 2
+        assert run(tmp_path, lambda: models.Doubler(), samples, collate=in_one, overwrite=True).rows == 2
+
+
+def in_one(items: list[Any]) -> tuple[torch.Tensor]:
+    """The inputs as one argument."""
+    return (torch.tensor([[float(number) for number in item] for item in items]),)
 
 
 class Prints(models.Rows):
@@ -430,9 +450,9 @@ def test_every_error_of_ours_is_an_error() -> None:
 class Unsendable(models.Rows):
     """Rows with one attribute more, which a process that is not forked cannot get."""
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held: Any, context: str) -> None:
         super().__init__(9)
-        self.held = held
+        self.held, self.loader_context = held, context
 
 
 @pytest.mark.full(but=["partial-spawn", "in lists-spawn"])
@@ -440,17 +460,27 @@ class Unsendable(models.Rows):
 @pytest.mark.parametrize(
     ("held", "says"),
     [
-        ({"to": [str, lambda one: one]}, r"held\['to'\]\[1\], a function, .*; give a function that has a name in a "),
-        (functools.partial(max, key=lambda one: -one), r"held\.keywords\['key'\], a function, .*fork$"),
-        (Unsendable(threading.Lock()), r"held\.held, a _thread\.lock, cannot be pickled: TypeError.*; open it where"),
+        ({"to": [str, lambda one: one]}, r"held\['to'\]\[1\], a function, .*; give a function that a module names"),
+        (functools.partial(max, key=lambda one: -one), r"held\.keywords\['key'\], a function, .*'fork'$"),
+        (
+            Unsendable(threading.Lock(), "spawn"),
+            r"held\.held, a _thread\.lock, cannot be pickled: TypeError.*; open it where",
+        ),
         ([torch.ones(3), threading.Lock()], r"held\[1\], a _thread\.lock, cannot be pickled: TypeError.*"),
     ],
     ids=["in lists", "partial", "object", "beside a tensor"],
 )
 def test_what_cannot_be_sent_to_a_loader_process_is_named(tmp_path: Path, context: str, held: Any, says: str) -> None:
-    loader = {"processes": 1, "context": context}
-    with pytest.raises(JobError, match=rf"loader.context: {context} .*, and the dataset's attribute {says}"):
-        run(tmp_path, models.Doubler(), Unsendable(held), loader=loader)
+    with pytest.raises(JobError, match=rf"loader.processes: {context} .*, and the dataset's attribute {says}"):
+        run(tmp_path, models.Doubler(), Unsendable(held, context), loader={"processes": 1})
+
+
+def test_a_way_to_start_processes_that_there_is_not_is_told(tmp_path: Path) -> None:
+    says = r"the dataset's attribute loader_context: must be None, 'fork' or 'spawn' or 'forkserver', got 'froks'"
+    for processes in (0, 1):
+        with pytest.raises(JobError, match=says) if processes else contextlib.nullcontext():
+            loader = {"processes": processes}
+            run(tmp_path, models.Doubler(), Unsendable(None, "froks"), loader=loader, overwrite=True)
 
 
 def test_what_cannot_be_sent_is_named_where_processes_are_not_forked_by_default(tmp_path: Path) -> None:
@@ -459,19 +489,22 @@ def test_what_cannot_be_sent_is_named_where_processes_are_not_forked_by_default(
     dataset = {"target": "tests.support.around:drawing", "args": args}
     model = {"target": "tests.support.around:Model", "args": {"has": []}}
     job = Job.make({"model": model, "dataset": dataset, "batch_size": 3, "loader": {"processes": 1}}, "job")
-    with pytest.raises(ProcessExit, match=r"loader.context: forkserver .*, and the dataset's attribute held\['of'\]"):
+    with pytest.raises(
+        ProcessExit, match=r"loader.processes: forkserver .*, and the dataset's attribute held\['of'\]"
+    ):
         run_group(job, tmp_path)
 
 
 def test_an_open_database_is_told_to_be_opened_in_each_process(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(":memory:")) as opened:
-        dataset = Subset(Unsendable(opened), range(5))
+        dataset: Any = Subset(Unsendable(opened, "spawn"), range(5))
+        dataset.loader_context = "spawn"  # a wrapper has one of its own
         says = r"the dataset's attribute dataset\.held, a sqlite3\.Connection, .*; open it where it is used first"
         with pytest.raises(JobError, match=says):
-            run(tmp_path, models.Doubler(), dataset, loader={"processes": 1, "context": "spawn"})
+            run(tmp_path, models.Doubler(), dataset, loader={"processes": 1})
 
 
 def test_a_collate_that_cannot_be_sent_to_a_loader_process_is_named(tmp_path: Path) -> None:
-    loader = {"processes": 1, "context": "spawn"}
+    keys = {"collate": lambda items: torch.stack(items), "loader": {"processes": 1}}
     with pytest.raises(JobError, match=r"spawn .*, and collate, a function, cannot be pickled"):
-        run(tmp_path, models.Doubler(), models.Rows(9), collate=lambda items: torch.stack(items), loader=loader)
+        run(tmp_path, models.Doubler(), Unsendable(None, "spawn"), **keys)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 import dp_ray
 from dp_ray.driver.planning import plan_memory_of
 from dp_ray.engine.bad_samples import not_finite
-from dp_ray.errors import DataError, JobError, ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.replay.inspect_step import OF_SHARD
 from dp_ray.tensors.files import moved_batch
@@ -31,6 +31,8 @@ ROWS, BATCH = 23, 10
 
 class Sequences(Dataset[Any]):
     """Pairs of [n, 3] numbers and [n] targets, in float64; n is 1 to 5."""
+
+    loader_context = "fork"
 
     def __len__(self) -> int:
         return ROWS
@@ -177,7 +179,7 @@ FORMS = ["lists", "packed", "graph", "padded"]
 def test_a_training_of_any_form_is_that_of_whole_batches_on_any_number_of_workers(tmp_path: Path, form: str) -> None:
     result = dp_ray.run(**keys(form, workers=0), storage=str(tmp_path), name="0", quiet=True)
     assert_plain(result.weights, result.history)
-    loader = {"processes": 1, "context": "fork"}
+    loader = {"processes": 1}
     for workers in (1, 2, 3):
         folder = tmp_path / str(workers)
         run_group(job(form, workers=workers, loader=loader if workers == 2 else {}), folder)
@@ -212,13 +214,18 @@ def test_bad_and_skipped_samples_are_left_out_and_a_killed_training_goes_on(tmp_
         assert torch.equal(weights_of(tmp_path / "killed")[name], tensor)
 
 
+def as_one_list(items: list[Any]) -> Any:
+    images, targets = as_lists(items)
+    return (images,), targets
+
+
 def own_loss(outputs: torch.Tensor, target: list[Any]) -> Any:
     errors = (outputs - torch.cat([one["target"] for one in target])) ** 2
     return errors.sum(), len(errors)
 
 
 def test_without_a_step_the_loss_gets_the_collates_target_as_it_is(tmp_path: Path) -> None:
-    more = {"step": None, "loss": f"{HERE}:own_loss", "call": "one"}
+    more = {"step": None, "loss": f"{HERE}:own_loss", "collate": f"{HERE}:as_one_list"}
     result = dp_ray.run(**keys("lists", workers=0, **more), storage=str(tmp_path), name="run", quiet=True)
     assert_plain(result.weights, result.history)
 
@@ -300,32 +307,6 @@ def without_loss(model: nn.Module, batch: Any) -> dict[str, Any]:
 def test_a_training_needs_a_loss(tmp_path: Path) -> None:
     more = {"workers": 0, "step": f"{HERE}:without_loss"}
     with pytest.raises(ModelError, match="step returned a mapping without 'loss'"):
-        dp_ray.run(**keys("lists", **more), storage=str(tmp_path), name="run", quiet=True)
-
-
-def fewer(items: list[Any]) -> Any:
-    return torch.stack([numbers[0] for numbers, _ in items[1:]]), torch.ones(len(items) - 1)
-
-
-@pytest.mark.parametrize(
-    ("collate", "says"),
-    [
-        (
-            "as_lists",
-            "step 0, shard 0: the global batch of step 0 cannot be cut: all leaves of a batch need the same",
-        ),
-        ("as_graph", "has 10 rows, but collate gave <Graph>, without tensors or arrays that could be cut"),
-        (
-            "fewer",
-            r"has 10 rows, but collate gave 9 along dimension 0: \(torch.Size\(\[9, 3\]\), torch.Size\(\[9\]\)\)",
-        ),
-    ],
-)
-def test_what_is_cut_after_the_collate_must_have_a_row_for_each_sample(
-    tmp_path: Path, collate: str, says: str
-) -> None:
-    more = {"workers": 0, "scatter": "batch", "collate": f"{HERE}:{collate}"}
-    with pytest.raises(DataError, match=f"{says}.*or leave out scatter: batch"):
         dp_ray.run(**keys("lists", **more), storage=str(tmp_path), name="run", quiet=True)
 
 

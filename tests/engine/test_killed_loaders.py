@@ -86,6 +86,8 @@ class Ends(models.Linear):
 class Slow(models.Rows):
     """Rows of which all but those of the first two shards take long to read."""
 
+    loader_context = "fork"
+
     def __getitem__(self, index: int) -> torch.Tensor:
         if index >= 14:
             time.sleep(600)
@@ -93,7 +95,7 @@ class Slow(models.Rows):
 
 
 def run(model: Ends, folder: Path) -> None:
-    loader = {"processes": 2, "context": "fork"}
+    loader = {"processes": 2}
     keys = {"model": model, "dataset": Slow(), "batch_size": 7, "workers": 1, "loader": loader}
     storage = Storage(str(folder))
     storage.child(PARTS).create()
@@ -220,9 +222,9 @@ def test_one_that_is_killed_in_the_midst_of_a_batch_keeps_nobody_waiting(process
 class Asleep(models.Rows):
     """Rows of which none is ever read; each process that is to read one has a file with its number."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, loader_context: str) -> None:
         super().__init__()
-        self.folder = Path(folder)
+        self.folder, self.loader_context = Path(folder), loader_context
 
     def __getitem__(self, index: int) -> torch.Tensor:
         (self.folder / str(os.getpid())).touch()
@@ -237,10 +239,11 @@ def test_those_of_a_killed_worker_end_at_once_also_in_the_midst_of_a_read(
 ) -> None:
     """torch has each look after its worker every 5 s, but only between two reads."""
     (tmp_path / "pids").mkdir()
+    args = {"folder": str(tmp_path / "pids"), "loader_context": context}
     keys = {
         "model": {"target": "tests.support.models:Linear"},
-        "dataset": {"target": "tests.engine.test_killed_loaders:Asleep", "args": {"folder": str(tmp_path / "pids")}},
-        "loader": {"processes": processes, "context": context},
+        "dataset": {"target": "tests.engine.test_killed_loaders:Asleep", "args": args},
+        "loader": {"processes": processes},
         "storage": str(tmp_path),
         "batch_size": 7,
         "workers": 0,

@@ -86,14 +86,11 @@ def test_a_steps_first_shard_is_read_before_it_is_given_and_the_others_as_they_a
             assert one.indices.tolist() == dataset.read[-2:] and one.shard == step.shards[place]
 
 
-@pytest.mark.parametrize("scatter", ["samples", "batch"])
-def test_with_a_quarantine_a_step_is_read_before_it_is_given_and_its_shards_are_without_bad_samples(
-    scatter: str,
-) -> None:
+def test_with_a_quarantine_a_step_is_read_before_it_is_given_and_its_shards_are_without_bad_samples() -> None:
     dataset, kept = Noted(raises=[3, 8, 9]), list[tuple[int, int, list[int]]]()
     reference = Reference(0, item_form(Broken(12)[0]))
     quarantine = Quarantine(reference, lambda shard, bad: kept.append((shard.step, shard.shard, sorted(bad))))
-    keys = {**PREDICTION, "dataset": dataset, "on_error": {"quarantine": 5}, "scatter": scatter}
+    keys = {**PREDICTION, "dataset": dataset, "on_error": {"quarantine": 5}}
     found = []
     for step in steps_of(Job.make(keys, "job"), dataset, quarantine=quarantine):
         assert set(dataset.read) == set(range(step.step * 6 + 6))

@@ -77,7 +77,7 @@ def rows_of(dataset: Any, batch_size: int, shards: int, epoch: int = 0, **keys: 
 def test_what_a_sample_draws_is_its_own(generator: str, kind: type[Drawing], each: int) -> None:
     first = rows_of(kind(generator, each), 7, 3)
     assert rows_of(kind(generator, each), 40, 1) == first
-    assert rows_of(kind(generator, each), 5, 5, loader={"processes": 2, "context": "fork"}) == first
+    assert rows_of(kind(generator, each), 5, 5, loader={"processes": 2}) == first
     assert rows_of(kind(generator, each), 7, 3, epoch=1) != first
     assert rows_of(kind(generator, each), 7, 3, seed=1) != first
     drawn = [row[0] for index, row in first.items() if index % each == 0]
@@ -100,7 +100,7 @@ def drawing_collate(items: list[torch.Tensor]) -> torch.Tensor:
 def test_a_collate_draws_for_its_shard() -> None:
     dataset = list(torch.zeros(40, 2))
     first = rows_of(dataset, 8, 4, collate=drawing_collate)
-    assert rows_of(dataset, 8, 4, collate=drawing_collate, loader={"processes": 1, "context": "fork"}) == first
+    assert rows_of(dataset, 8, 4, collate=drawing_collate, loader={"processes": 1}) == first
     assert len({row[0] for row in first.values()}) == 20, "each of 20 shards has its own"
 
 
@@ -226,7 +226,7 @@ def around() -> Around:
 def test_generators_are_found_wherever_a_dataset_holds_them() -> None:
     first = rows_of(around(), 7, 3)
     assert rows_of(around(), 40, 1) == first
-    assert rows_of(around(), 5, 5, loader={"processes": 2, "context": "fork"}) == first
+    assert rows_of(around(), 5, 5, loader={"processes": 2}) == first
     drawn = np.array([first[index] for index in range(40)])
     assert drawn[:, -1].tolist() == list(range(40))
     noise = drawn[:, :-1] - drawn[:, -1:]
@@ -283,11 +283,10 @@ class Zeros(torch.utils.data.Dataset[torch.Tensor]):
         return torch.zeros(1, dtype=torch.float64)
 
 
-PROCESSES = {"processes": 2, "context": "fork"}
 WAYS: dict[str, dict[str, Any]] = {
     "1": {},
     "2": {"workers": 2},
-    "loaders": {"workers": 2, "loader": PROCESSES},
+    "loaders": {"workers": 2, "loader": {"processes": 2}},
 }
 
 
@@ -307,6 +306,8 @@ def test_what_a_model_and_a_collate_draw_from_their_own_is_their_shards(tmp_path
 
 class DrawingRows(Held, training.Pairs):
     """Pairs whose inputs are drawn."""
+
+    loader_context = "fork"
 
     def __init__(self) -> None:
         Held.__init__(self)
@@ -351,6 +352,8 @@ def test_what_a_loss_and_an_evaluations_dataset_draw_is_as_in_one_process(tmp_pa
 
 class SamePairs(training.Pairs):
     """Pairs that are all the same."""
+
+    loader_context = "fork"
 
     def __init__(self) -> None:
         super().__init__(40)

@@ -15,7 +15,7 @@ from dp_ray.job.plan import plan_of
 from dp_ray.plan.order import Order
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop
-from tests.support.group import ProcessExit, history_of, run_group, weights_of
+from tests.support.group import history_of, run_group, weights_of
 from tests.support.trainings import assert_as_good_loop, job_of, keys_of
 
 HERE = "tests.engine.test_skip"
@@ -93,12 +93,11 @@ def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path
     decays: dict[str, Any] = {"target": "torch.optim:SGD", "args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}}
     ways: dict[str, Any] = {
         "1": {},
-        "2": {"workers": 2, "scatter": "batch"},
-        "3": {"workers": 3, "loader": {"processes": 2, "context": "fork"}},
+        "2": {"workers": 2},
+        "3": {"workers": 3, "loader": {"processes": 2}},
         "fsdp": {"workers": 2, "strategy": "fsdp"},
         # The same samples are lost, some to `skip` and some to `on_error`.
         "half": {"workers": 2, "skip": SKIP[::2], "on_error": {"quarantine": 12}},
-        "half, cut": {"workers": 2, "skip": SKIP[1::2], "on_error": {"quarantine": 12}, "scatter": "batch"},
     }
     found = {}
     for name, keys in ways.items():
@@ -149,27 +148,3 @@ def test_a_run_goes_on_without_a_sample_from_a_checkpoint_of_another(tmp_path: P
     assert told == [(row["step"], row["rows"]) for row in history_of(tmp_path / "whole")][1:]
     first, whole = (weights_of(tmp_path / name) for name in ("second", "whole"))
     assert all(torch.equal(first[name], whole[name]) for name in whole), "step 0 has none of what is skipped"
-
-
-def without_its_last_row(items: list[Any]) -> Any:
-    """A collate that loses a row."""
-    return torch.utils.data.default_collate(items[:-1])
-
-
-def own_step(model: torch.nn.Module, batch: Any) -> Any:
-    """A step of the user's, of which nobody but the user knows what in a batch are rows."""
-    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-def test_a_batch_that_is_cut_without_what_is_skipped_has_a_row_for_each_sample(tmp_path: Path) -> None:
-    """The shards would get rows of their neighbours."""
-    keys: dict[str, Any] = {
-        "collate": f"{HERE}:without_its_last_row",
-        "step": f"{HERE}:own_step",
-        "loss": None,
-        "scatter": "batch",
-    }
-    with pytest.raises(
-        ProcessExit, match="the global batch of step 0 has 6 rows, but collate gave 5 along dimension 0"
-    ):
-        run_group(job(skip=[ORDER[3]], **keys), tmp_path)

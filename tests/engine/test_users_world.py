@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import dp_ray
+from dp_ray.data import Stream
 from dp_ray.engine.model import as_module
 from dp_ray.engine.world import alone, everyone, has_peers, new_group, pretended
 from dp_ray.errors import ModelError
@@ -77,12 +78,21 @@ class SplitByRank(IterableDataset[torch.Tensor]):
         return (torch.full((5,), float(row)) * total for row in range(first, ROWS, step))
 
 
-@pytest.mark.full(but=["2-loader1"])
-@pytest.mark.parametrize("loader", [None, {"processes": 1}, {"processes": 1, "context": "spawn"}])
+def split_by_rank(loader_context: str | None) -> Any:
+    stream: Any = Stream(SplitByRank, ROWS)
+    stream.loader_context = loader_context
+    return stream
+
+
+@pytest.mark.full(but=["2-1-None"])
+@pytest.mark.parametrize(("processes", "context"), [(0, None), (1, None), (1, "spawn")])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_is_split_by_rank_gives_all_rows(tmp_path: Path, workers: int, loader: Any) -> None:
-    keys: dict[str, Any] = {"model": nn.Identity(), "batch_size": BATCH, "loader": loader or {}, "shards": 2}
-    keys["dataset"] = {"target": "dp_ray.data:Stream", "args": {"iterable": f"{HERE}:SplitByRank", "rows": ROWS}}
+def test_a_stream_that_is_split_by_rank_gives_all_rows(
+    tmp_path: Path, workers: int, processes: int, context: str | None
+) -> None:
+    loader = {"processes": processes}
+    keys: dict[str, Any] = {"model": nn.Identity(), "batch_size": BATCH, "loader": loader, "shards": 2}
+    keys["dataset"] = {"target": f"{HERE}:split_by_rank", "args": {"loader_context": context}}
     outputs = predicted(tmp_path, workers, **keys)
     assert outputs[:, 0].tolist() == [float(row) for row in range(ROWS)]
 

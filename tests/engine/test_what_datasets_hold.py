@@ -27,12 +27,10 @@ class Holding(Dataset[Any]):
         return index
 
 
-def remarks(dataset: Any, **loader: Any) -> list[str]:
-    job = Job.make({"model": "a:b", "dataset": Holding, "batch_size": 2, "loader": loader}, "job")
+def remarks(dataset: Any, processes: int = 0, context: str = "fork") -> list[str]:
+    job = Job.make({"model": "a:b", "dataset": Holding, "batch_size": 2, "loader": {"processes": processes}}, "job")
+    dataset.loader_context = context
     return remarks_on(job, "dataset", dataset)
-
-
-FORK = {"processes": 2, "context": "fork"}
 
 
 def test_open_files_and_archives_are_told_before_a_fork(tmp_path: Path) -> None:
@@ -48,23 +46,23 @@ def test_open_files_and_archives_are_told_before_a_fork(tmp_path: Path) -> None:
     ):
         held: list[Any] = [Holding(opened, log), Holding({"text": text}), Holding(connection)]
         dataset: Any = ConcatDataset(held)
-        (line,) = remarks(dataset, **FORK)
-        assert remarks(dataset) == remarks(dataset, processes=2, context="spawn") == []
+        (line,) = remarks(dataset, 2)
+        assert remarks(dataset) == remarks(dataset, 2, "spawn") == []
     connection.close()
     assert f"datasets[0].held[0].fp ({archive})" in line
     assert f"datasets[1].held[0]['text'] ({tmp_path / 'rows.txt'})" in line
     assert "datasets[2].held[0] (Connection)" in line
     assert "log.txt" not in line
     assert "as in __getitem__" in line
-    assert len(remarks(dataset, **FORK)) == 1, "a connection is not seen to be closed"
-    assert remarks(Holding(opened, text), **FORK) == [], "they are closed by now"
+    assert len(remarks(dataset, 2)) == 1, "a connection is not seen to be closed"
+    assert remarks(Holding(opened, text), 2) == [], "they are closed by now"
 
 
 @pytest.mark.parametrize(("module", "name"), [("h5py._hl.files", "File"), ("builtins", "Environment")])
 def test_what_h5py_and_lmdb_have_open_is_told_by_the_names_of_their_classes(module: str, name: str) -> None:
     """As h5py 3.16 and lmdb 3.0 name them."""
     opened = type(name, (), {"__module__": module})()
-    (line,) = remarks(Holding(opened), **FORK)
+    (line,) = remarks(Holding(opened), 2)
     assert f"held[0] ({name})" in line
 
 

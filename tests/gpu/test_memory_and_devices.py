@@ -107,7 +107,7 @@ def test_a_bitwise_job_may_follow_another_job_in_the_same_process(tmp_path: Path
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("loader", [{}, {"processes": 2, "context": "forkserver"}])
+@pytest.mark.parametrize("loader", [{}, {"processes": 2}])
 def test_a_prediction_is_a_plain_loops(
     tmp_path: Path, device: torch.device, precision: str, loader: dict[str, Any]
 ) -> None:

@@ -84,12 +84,21 @@ def on_one_stream(
         yield one._replace(batch=moved)
 
 
-@pytest.mark.parametrize("loader", [{}, {"processes": 2, "context": "forkserver"}])
+@pytest.mark.parametrize("processes", [0, 2])
 def test_a_training_of_a_thousand_steps_is_that_of_one_stream(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any]
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    keys = {**MLP, "shards": 2, "bitwise": True, "max_steps": STEPS, "epochs": STEPS, "batch_size": 20}
-    run_here(job_on(device, **keys, loader=loader), tmp_path / "streams")
+    pairs = {"target": "tests.support.training:Started", "args": {"loader_context": "forkserver"}}
+    keys = {
+        **MLP,
+        "dataset": pairs,
+        "shards": 2,
+        "bitwise": True,
+        "max_steps": STEPS,
+        "epochs": STEPS,
+        "batch_size": 20,
+    }
+    run_here(job_on(device, **keys, loader={"processes": processes}), tmp_path / "streams")
     monkeypatch.setattr(loading, "on_device", on_one_stream)
     run_here(job_on(device, **keys), tmp_path / "one stream")
     assert bits(tmp_path / "streams") == bits(tmp_path / "one stream")

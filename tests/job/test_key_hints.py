@@ -87,6 +87,16 @@ def test_a_key_of_elsewhere_is_answered_with_the_key_here(name: str, key: str) -
         ),
         ({"optimizer": {"g": "a:b", "d": {"target": "a:b"}}}, "optimizer: must be one target, got a dict of g, d"),
         ({"loader": {"shuffle": True}}, "loader.shuffle: is no key of a job; here it is shuffle"),
+        (
+            {"scatter": "batch"},
+            "scatter: is no key of a job; here it is collate: it gets a shard's samples; pad them to",
+        ),
+        ({"call": "one"}, "call: 'one' is no value of it; here it is collate: one that returns (inputs,) gives"),
+        ({"call": "all"}, "call: must be 'auto', 'args' or 'kwargs', got 'all'"),
+        (
+            {"loader": {"context": "spawn"}},
+            "loader.context: is no key of a job; here it is dataset: how loader processes start is its attribute",
+        ),
         ({"optimizer": {"target": "a:b", "lr": 1}}, "optimizer.lr: is no key of a job; here it is optimizer.args.lr"),
         ({"model": {"target": "a:b", "width": 1}}, "model.width: is no key of a job; here it is model.args.width"),
         ({"dataset": {"path": "data/a.csv"}}, "dataset.path: is no key of a job; here it is dataset.args.path"),

@@ -34,6 +34,8 @@ NEW_IN_0_3 = [
     "evaluation: not set there, None here",
     "timeouts.rejoin: not set there, 10 here",
     "blocks: None there, not set here",
+    "scatter: 'samples' there, not set here",
+    "loader.context: None there, not set here",
 ]
 # What a job file of an earlier version has, and is now answered with what to write.
 GONE: dict[str, list[tuple[str, str]]] = {"bad-records-1.yaml": [("on_error", "timeout")]}
@@ -99,6 +101,21 @@ def test_an_old_run_of_classes_and_functions_is_of_the_same_job(version: str) ->
     assert other_job(there, job) == ""
     differs = other_job(there, job_of(0.25))
     assert differs.startswith("optimizer.args.lr: ") and ";" not in differs, "the classes are the same"
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "goes_on"),
+    [
+        ("cd62d86e77682c01831e9ec2f60713a3a017be53115bea025b01d09757ed544f", True),  # loader.context, too
+        ("ead69ecfe078f00b42b765110ad2ba5eac9f4057e3f2e5285f8ecb9689004379", True),  # call: one
+        ("311273d7b9854f97b047ce1f37b3359310f5d8d31f02fc086ddd8e5c84636b24", False),  # scatter: batch
+    ],
+)
+def test_an_old_run_with_a_key_that_has_gone_is_of_the_job_without_it(fingerprint: str, goes_on: bool) -> None:
+    """As 0.2.0 itself hashed the job with each of these keys."""
+    keys = {"task": "train", "model": "a:b", "dataset": "a:c", "batch_size": 8, "loss": "a:l", "optimizer": "a:o"}
+    assert Job.make(keys, "job").has_fingerprint(fingerprint) == goes_on
+    assert not Job.make({**keys, "seed": 1}, "job").has_fingerprint(fingerprint)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ FULL = {
     "checkpoint": {"every_steps": 10, "every_seconds": 1.5, "keep": 1, "best": "eval_loss"},
     "workers": {"min": 1, "max": 8},
     "gpus_per_worker": 0.5,
-    "loader": {"processes": 2, "pin_memory": False, "context": "spawn"},
+    "loader": {"processes": 2, "pin_memory": False},
     "timeouts": {"step": None, "capacity": 0.5},
     "resources_per_worker": {"slot": 1},
     "env": {"A": "b"},

@@ -34,6 +34,8 @@ DATA = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1))
 class Items:
     """Items are dicts with values of all kinds beside the model's input."""
 
+    loader_context = "fork"
+
     def __len__(self) -> int:
         return ROWS
 
@@ -91,11 +93,11 @@ def job_of(workers: int = 1, file_bytes: int = 1 << 20, **keys: Any) -> Job:
     [
         (1, {}),
         (3, {"order": "shuffled"}),
-        (2, {"order": "shuffled", "scatter": "batch", "loader": {"processes": 1, "context": "fork"}}),
+        (2, {"order": "shuffled", "loader": {"processes": 1}}),
         (2, {"file_bytes": 1000}),
-        (1, {"dataset": Many(), "loader": {"processes": 1, "context": "fork"}}),
+        (1, {"dataset": Many(), "loader": {"processes": 1}}),
     ],
-    ids=["one", "three", "batch", "files", "many"],
+    ids=["one", "three", "loaders", "files", "many"],
 )
 def test_each_row_has_the_values_of_its_sample(tmp_path: Path, workers: int, keys: dict[str, Any]) -> None:
     job = job_of(workers, **keys)
@@ -228,11 +230,10 @@ class Rotten(Items):
         return {**super().__getitem__(index), **{8: {"x": DATA[0][:2]}, 20: {"x": DATA[0] / 0}}.get(index, {})}
 
 
-@pytest.mark.parametrize("scatter", ["samples", "batch"])
-def test_of_samples_that_are_set_aside_nothing_is_carried(tmp_path: Path, scatter: str) -> None:
+def test_of_samples_that_are_set_aside_nothing_is_carried(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run", "batch_size": 7, "workers": 0, "quiet": True}
     keys |= {"inputs": ["x"], "outputs": {"carry": KEYS}, "on_error": {"quarantine": 5, "finite": True}}
-    result = dp_ray.run(model=Inputs(), dataset=Rotten(), scatter=scatter, shards=3, order="shuffled", **keys)
+    result = dp_ray.run(model=Inputs(), dataset=Rotten(), shards=3, order="shuffled", **keys)
     there = result.sample_index.tolist()
     assert sorted(there) == [index for index in range(ROWS) if index not in (3, 4, 5, 8, 20)]
     assert result.carried == {key: [expected(index)[key] for index in there] for key in KEYS}
@@ -262,7 +263,7 @@ def test_a_row_of_a_table_that_cannot_be_decoded_is_set_aside_with_what_it_carri
     pq.write_table(pa.table(rows), tmp_path / "x.parquet", row_group_size=8)
     args = {"paths": str(tmp_path / "x.parquet"), "decode": {"x": f"{__name__}:decoded", "size": "builtins:int"}}
     keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run", "batch_size": 7, "workers": 0, "quiet": True}
-    keys |= {"loader": {"processes": processes, "context": "fork" if processes else None}}
+    keys |= {"loader": {"processes": processes}}
     keys |= {"inputs": ["x"], "outputs": {"carry": ["id", "size", "gap"]}, "on_error": {"quarantine": 11}}
     result = dp_ray.run(model=Inputs(), dataset={"target": "dp_ray.data:Parquet", "args": args}, shards=3, **keys)
     found = pq.read_table(tmp_path / "run" / "quarantine.parquet").to_pylist()

@@ -149,7 +149,8 @@ class Images(torch.utils.data.Dataset[Any]):
 
 
 def columns_of(items: list[Any]) -> Any:
-    return tuple(map(list, zip(*items, strict=True)))
+    images, boxes = map(list, zip(*items, strict=True))
+    return (images,), boxes
 
 
 class Detector(nn.Module):
@@ -170,7 +171,7 @@ class Detector(nn.Module):
 
 
 def keys(**more: Any) -> dict[str, Any]:
-    made = {"model": f"{HERE}:Detector", "dataset": f"{HERE}:Images", "collate": f"{HERE}:columns_of", "call": "one"}
+    made = {"model": f"{HERE}:Detector", "dataset": f"{HERE}:Images", "collate": f"{HERE}:columns_of"}
     return {**made, "inputs": "first", "batch_size": 7, "shards": 3, "outputs": {"ragged": True}, **more}
 
 

@@ -124,7 +124,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"dataset": f"{HERE}:Prompts", "inputs": ["numbers"], "call": "one"}], ids=["numbers", "texts"]
+    "more", [{}, {"dataset": f"{HERE}:Prompts", "inputs": ["numbers"]}], ids=["numbers", "texts"]
 )
 def test_texts_come_back_as_they_were(tmp_path: Path, more: dict[str, Any]) -> None:
     result = run(tmp_path, **keys(Generator, **more))
@@ -168,7 +168,7 @@ def test_the_files_are_the_same_on_any_number_of_workers_and_after_a_kill(
 def test_a_worker_whose_shards_have_one_row_finds_what_has_rows(tmp_path: Path, dataset: str) -> None:
     """A list of one text is a row's, or the same for all rows."""
     given = keys(Generator, dataset=f"{HERE}:{dataset}", batch_size=3, shards=2)  # shards of 2 and 1, at last of 1
-    given = given if dataset == "Numbers" else {**given, "inputs": ["numbers"], "call": "one"}
+    given = given if dataset == "Numbers" else {**given, "inputs": ["numbers"]}
     result = run(tmp_path, **given)
     expected = Generator()([float(index) for index in range(ROWS)])
     assert (result.outputs["version"], result.outputs["text"]) == (["v1"], expected["text"])

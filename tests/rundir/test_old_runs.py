@@ -26,6 +26,7 @@ from dp_ray.rundir.files import RUN_JSON, kept_job
 from dp_ray.storage import Storage
 from dp_ray.system.linux import machine
 from tests.support import forked
+from tests.support.cli import status_of
 from tests.support.cluster import ROOT
 from tests.support.old_runs import AXIS, DATA, JOBS, KILLED_AT, TRAINING, Net, Pairs
 from tests.support.trainings import initial
@@ -193,6 +194,31 @@ def test_an_old_sweep_goes_on(version: str, tmp_path: Path) -> None:
     assert all(torch.equal(ended.weights[name], tensor) for name, tensor in weights.items())
 
 
+@each_version
+def test_an_old_run_that_cut_whole_batches_is_shown_and_does_not_go_on(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ddp", "sweep-1"):
+        copied(version, name, tmp_path)
+    run = Storage(str(tmp_path / "ddp"))
+    claimed = RUN_JSON.read(run)
+    RUN_JSON.write(run, {**claimed, "fingerprint": "", "job": {**claimed["job"], "scatter": "batch"}})
+    before = {path: path.read_bytes() for path in (tmp_path / "ddp").rglob("*") if path.is_file()}
+    (tmp_path / "job.json").write_text(json.dumps(JOBS["ddp"]))
+    keys = ["--name", "ddp", "--storage", str(tmp_path), "--workers", "0"]
+    assert status_of(monkeypatch, "run", str(tmp_path / "job.json"), *keys) == 2
+    assert (
+        "ddp holds a run of a different job (its scatter: batch is gone, so no job goes on" in capsys.readouterr().err
+    )
+    assert {path: path.read_bytes() for path in before} == before
+    for command, says in (("list", "ddp"), ("report", "newest checkpoint after 4 of"), ("compare", "scatter")):
+        others = {"list": [str(tmp_path)], "compare": [run.path, str(tmp_path / "sweep-1")]}
+        assert status_of(monkeypatch, command, *others.get(command, [run.path])) == 0
+        assert says in capsys.readouterr().out
+    assert status_of(monkeypatch, "replay", run.path, "--step", "1") == 2
+    assert "scatter: is no key of a job; here it is collate" in capsys.readouterr().err
+
+
 def test_each_release_that_is_out_has_runs_that_this_version_is_tested_with() -> None:
     released = re.findall(r"^## (\d+\.\d+\.\d+) - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert released
@@ -210,6 +236,8 @@ def test_the_job_of_a_run_is_read_without_the_keys_that_have_gone(tmp_path: Path
             {"on_error": {"quarantine": 3, "timeout": 30.0, "finite": True}},
             {"on_error": {"quarantine": 3, "finite": True}},
         ),
+        ({"scatter": "samples", "call": "one"}, {"call": "auto"}),
+        ({"loader": {"processes": 1, "context": "spawn"}}, {"loader": {"processes": 1}}),
     ):
         RUN_JSON.write(Storage(str(tmp_path)), {"job": {**today, **there}})
         kept = kept_job(Storage(str(tmp_path)), "a training")

@@ -149,7 +149,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "odd buffer": {**ODD, **QUEUE},
     "odd buffer, resumed": {**ODD, **QUEUE},
     "odd over batch": {**ODD, "loss": OVER_BATCH, "shards": 3},
-    "odd rows": {**ODD, "scatter": "batch", "shards": 3, "loader": {"pin_memory": False}},
+    "odd rows": {**ODD, "shards": 3, "loader": {"pin_memory": False}},
     "loop": {"loop": "tests.support.loops:halves", "loss": None, "optimizer": None, "bitwise": True},
     "two devices": {"model": {"target": "tests.sim.jobs:OverTwo"}, "bitwise": True},  # last: it opens a second GPU
 }
@@ -158,7 +158,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "one shard": {"shards": 1, "grad_clip": 0.5},
     "one predicted shard": {"task": "predict", "shards": 1},
     "one narrowed shard": {"task": "predict", "shards": 1, "outputs": {"dtype": "float16"}},
-    "loader": {"model": PARTLY, "loader": {"processes": 1, "context": "forkserver"}},
+    "loader": {"model": PARTLY, "loader": {"processes": 1}},
     "long": {"model": PARTLY, "batch_size": 1, "shards": 1, "max_steps": 20, "stop_on_nan": True},
     "tight": {"model": {"target": "tests.sim.jobs:Tight"}, "bitwise": True, "max_steps": 2},
     "kept": {"checkpoint": {"every_steps": 2}},
@@ -185,7 +185,7 @@ def job(name: str, size: int, devices: list[str]) -> Job:
         common = {"optimizer": None, "epochs": 1, "batch_size": 9, "shards": SHARDS, "shuffle": False}
     if keys.get("task") == "predict":
         common["loss"] = None
-    if name == "odd rows":  # of a batch that is on the GPU already
+    if name == "odd rows":  # of a shard that is on the GPU already
         keys["collate"] = {"target": f"{MISALIGNED}:OnDevice", "args": {"device": devices[0]}}
     dataset = {"target": PAIRS, "args": {"length": 74}}
     model = keys.pop("model", wide())

@@ -43,7 +43,7 @@ WAITS = 1
 # A weight of the user's is read once a shard with rows, of which there are four.
 MOST_WAITS = {"unused": 2, "unused bitwise": 2, "no labels": WAITS + 4, "fsdp no labels": WAITS + 4}
 MOST_WAITS |= {"loop": WAITS + 1}  # for what it gathers
-MOST_WAITS |= {"odd rows": WAITS + 2}  # its collate copies inputs and labels itself
+MOST_WAITS |= {"odd rows": WAITS + 6}  # its collate copies inputs and labels of each of three shards itself
 # What a step of one shard launches more than plain torch, which waits for its two copies to the GPU.
 MORE = {"kernels": 11, "copies": 0, "host waits": -2}
 # What a shard of a prediction launches.

@@ -129,15 +129,22 @@ def applied(transform: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Ten
     return transform(inputs)
 
 
-def drawing(length: int, has: list[str], nest: str, kind: str, parts: str) -> Dataset[Any]:
+def drawing(
+    length: int, has: list[str], nest: str, kind: str, parts: str, loader_context: str | None = None
+) -> Dataset[Any]:
     """`Data` whose transforms draw; of several parts, each with a generator of its own."""
-    data = Data(length, has)
+    dataset: Any = _drawing(Data(length, has), nest, kind, parts)
+    dataset.loader_context = loader_context
+    return dataset  # type: ignore[no-any-return]
+
+
+def _drawing(data: "Data", nest: str, kind: str, parts: str) -> Dataset[Any]:
     if parts == "wrapped":
         return AroundMany(Around(data, nested(nest, kind)), nested(nest, kind, 5))
     if parts == "whole":
         return Around(data, nested(nest, kind))
-    cut = length // 2
-    halves = [Subset(data, range(cut)), Subset(data, range(cut, length))]
+    cut = len(data) // 2
+    halves = [Subset(data, range(cut)), Subset(data, range(cut, len(data)))]
     return ConcatDataset([Around(half, nested(nest, kind, at)) for at, half in enumerate(halves)])
 
 
@@ -370,11 +377,9 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("loops"):
         what.pop("loss")
         what["metrics"] = {"nll": f"{HERE}:nll"} if case["eval_rows"] else {}
-    data = named(drawing, case["rows"], has, *case["draws"]) if case["draws"] else named(Data, case["rows"], has)
-    is_hooked = bool({"clamp", "after"} & set(has))  # which nothing pickles
-    loader = {"processes": case["processes"]}
-    if case["draws"] and case["draws"][0] == "closure":  # which nothing pickles either
-        loader["context"] = "fork"
+    is_hooked = bool({"clamp", "after"} & set(has))  # which nothing pickles, and closures neither
+    fork = ["fork"] if case["draws"] and case["draws"][0] == "closure" else []
+    data = named(drawing if case["draws"] else Data, case["rows"], has, *case["draws"], *fork)
     model = named_or_made(case["objects"] and not is_hooked, Model, has)
     if case.get("loops"):
         given = case["optimizer"], case["grad_clip"]
@@ -391,7 +396,7 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
         "epochs": EPOCHS,
         "shuffle": True,
         "checkpoint": {"every_steps": case["kept"]},
-        "loader": loader,
+        "loader": {"processes": case["processes"]},
         **{name: case[name] for name in ("batch_size", "shards", "bitwise")},
     }
 

@@ -20,6 +20,8 @@ class Broken(Dataset[Any]):
     `mended` is a file that lists samples that do not raise any more.
     """
 
+    loader_context = "fork"
+
     def __init__(
         self,
         length: int = 101,

@@ -53,8 +53,3 @@ def predicted(folder: Path, given: dict[str, Any], **keys: Any) -> str:
     run_group(job, folder)
     merged(job, run, ROWS)
     return outputs_sha256(run)
-
-
-def loader(processes: int) -> dict[str, Any]:
-    """Processes that are forked from one that has torch imported."""
-    return {"processes": processes, "context": "forkserver" if processes else None}

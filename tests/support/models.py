@@ -21,6 +21,8 @@ from dp_ray.engine.world import own_rank
 class Rows(Dataset[torch.Tensor]):
     """`length` rows of 5 normal numbers."""
 
+    loader_context: str | None = None
+
     def __init__(self, length: int = 100, size: int = 5) -> None:
         self.data = torch.randn(length, size, generator=torch.Generator().manual_seed(1))
 
@@ -140,8 +142,8 @@ class Ragged(Dataset[torch.Tensor]):
 
 
 def pad(items: list[torch.Tensor]) -> torch.Tensor:
-    """Pad to the longest of the batch."""
-    return nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=-1.0)
+    """Pad to the longest that there is, of 4."""
+    return torch.stack([nn.functional.pad(item, (0, 4 - len(item)), value=-1.0) for item in items])
 
 
 class Breaks(Rows):

@@ -33,6 +33,14 @@ class Pairs(Dataset[Any]):
         return inputs, self.targets[index]
 
 
+class Started(Pairs):
+    """Pairs whose loader's processes are started so."""
+
+    def __init__(self, loader_context: str, length: int = 101) -> None:
+        super().__init__(length)
+        self.loader_context = loader_context
+
+
 class PartlyLabelled(Pairs):
     """Pairs of which only every third has a label, counted from `first` on, and none from `end` on."""
 

@@ -171,7 +171,8 @@ def test_a_signal_to_the_group_stops_the_run_and_not_the_processes_of_its_loader
     keys = training(
         tmp_path, model={"target": "tests.system.test_stop_signals:Interrupts", "args": {"number": int(number)}}
     )
-    keys["loader"] = {"processes": processes, "context": context}
+    keys["dataset"] = {"target": "tests.support.training:Started", "args": {"loader_context": context, "length": 96}}
+    keys["loader"] = {"processes": processes}
     del keys["quiet"]
     (tmp_path / "job.yaml").write_text(json.dumps(keys))  # JSON is YAML
     program = forked.ended(forked.dp_ray_program, "run", str(tmp_path / "job.yaml"), own_session=True)

@@ -127,19 +127,17 @@ def test_a_model_without_parameters(tmp_path: Path) -> None:
     assert torch.equal(merged.read(), models.Rows().data * 2)
 
 
-def test_a_batch_padded_to_its_longest_is_collated_whole(tmp_path: Path) -> None:
-    job = job_of(models.Doubler(), models.Ragged(), shards=3, workers=2, scatter="batch", collate=models.pad)
-    merged, reports = run_alone(job, tmp_path)
+def test_rows_of_several_lengths_are_padded_by_the_collate(tmp_path: Path) -> None:
+    job = job_of(models.Doubler(), models.Ragged(), shards=3, workers=2, collate=models.pad)
+    merged, _ = run_alone(job, tmp_path)
     data = models.Ragged()
-    batches = [models.pad([data[index] for index in part]) * 2 for part in (range(7), range(7, 11))]
-    assert [batch.tolist() for batch in merged.batches(7)] == [batch.tolist() for batch in batches]
-    seen = {*shapes_in(reports, "input_size")}
-    assert all(size.endswith(" 4]") for size in seen), seen
+    padded = nn.utils.rnn.pad_sequence([data[index] for index in range(11)], batch_first=True, padding_value=-1.0)
+    assert torch.equal(merged.read(), padded * 2)
 
 
 @pytest.mark.slow
 def test_loader_processes_read_the_same(tmp_path: Path) -> None:
-    loader = {"processes": 2, "prefetch": 3, "context": "fork"}
+    loader = {"processes": 2, "prefetch": 3}
     job = job_of(models.Linear(), models.Rows(), shards=4, workers=2, loader=loader)
     merged, _ = run_alone(job, tmp_path)
     assert torch.equal(merged.read(), torch.cat(plain_loop(job, list(range(100)), torch.stack)))
@@ -189,7 +187,7 @@ def test_a_model_that_raises_is_told_by_step_and_shard(tmp_path: Path) -> None:
 def test_an_error_ends_the_loaders_processes(tmp_path: Path, model: str, dataset: str, says: str) -> None:
     """At once, though its frames hold the loader; else the collector would come upon it, and torch wait for 5 s."""
     given = (12,) if model == "RaisesOn" else ()
-    loader = {"processes": 2, "context": "fork"}
+    loader = {"processes": 2}
     job = job_of(getattr(models, model)(*given), getattr(models, dataset)(), workers=2, loader=loader)
     before = set(multiprocessing.active_children())
     with pytest.raises(Error, match=says):
@@ -218,7 +216,7 @@ def test_processes_in_the_midst_of_a_read_are_ended_within_a_second_or_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 40.0)  # instead of 5
-    loader = {"processes": 4, "context": "fork"}
+    loader = {"processes": 4}
     job, began = job_of(models.RaisesOn(0), Hangs(ends=False), workers=1, loader=loader), time.monotonic()
     with pytest.raises(ModelError, match="a number that I do not like"):
         run_alone(job, tmp_path)
@@ -226,7 +224,7 @@ def test_processes_in_the_midst_of_a_read_are_ended_within_a_second_or_two(
 
 
 def test_a_process_of_a_loader_that_was_killed_is_told_by_step_and_shard(tmp_path: Path) -> None:
-    job = job_of(models.Linear(), Hangs(ends=True), workers=1, loader={"processes": 1, "context": "fork"})
+    job = job_of(models.Linear(), Hangs(ends=True), workers=1, loader={"processes": 1})
     says = r"step \d, shard 0: a process of the loader has ended in the midst of its work( \(.*SIGKILL\))?, as where"
     with pytest.raises(DataError, match=says):
         run_alone(job, tmp_path)
@@ -323,10 +321,8 @@ def test_objects_in_the_outputs_are_left_out_and_told_once(tmp_path: Path) -> No
     ]
 
 
-def test_inputs_in_a_registered_class_are_cut_by_rows(tmp_path: Path) -> None:
-    job = job_of(
-        models.OnCaches(), models.Rows(20), workers=3, shards=4, scatter="batch", collate=models.cached, call="one"
-    )
+def test_inputs_may_be_of_a_class_of_the_users(tmp_path: Path) -> None:
+    job = job_of(models.OnCaches(), models.Rows(20), workers=3, shards=4, collate=models.cached)
     merged, _ = run_alone(job, tmp_path)
     assert torch.equal(merged.read(), models.Rows(20).data * 4)
 
