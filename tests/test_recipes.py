@@ -237,6 +237,7 @@ def check_recipes(said: str) -> None:
     check_the_worst(start.eval())
     check_contrast()
     check_houses()
+    check_graph()
 
 
 def check_houses() -> None:
@@ -254,6 +255,24 @@ def check_houses() -> None:
     assert trained.metrics["eval_rmse"] == pytest.approx(error.item(), rel=1e-5)
     torch.testing.assert_close(predicted.outputs, wanted)
     assert predicted.carried["id"] == [f"new-{at}" for at in range(5)]
+
+
+def check_graph() -> None:
+    """The weights and the accuracy are those of a plain loop over the whole graph."""
+    graph, result = importlib.import_module("graph"), loaded("graph")
+    torch.manual_seed(0)
+    model, item, test = graph.Net(), graph.Graph("train")[0], graph.Graph("test")[0]["labels"]
+    inputs = item["features"][None], item["edges"][None]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(30):
+        optimizer.zero_grad()
+        F.cross_entropy(model(*inputs)[0].T, item["labels"]).backward()
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(result.weights[name], tensor, rtol=1e-4, atol=1e-5)
+    right = model(*inputs)[0].argmax(0) == test
+    assert result.metrics["eval_accuracy"] == pytest.approx(float(right.sum() / (test != -100).sum()))
+    assert result.metrics["eval_accuracy"] > 0.9
 
 
 def same_in(model: nn.Module, name: str, tensor: torch.Tensor) -> bool:
