@@ -211,7 +211,7 @@ def two_rows_each(job: "Job", size: ShardSize) -> str:
     """Return how a batch is cut whose last shard has one row, and the nearest numbers of shards without such."""
     rows = [count for count in chunk_sizes(size.batch_rows, size.shards) if count]
     cut = listed(rows) if len(rows) <= SHOWN else f"{rows[0]}, ..., {rows[-1]}"
-    says = f"{NEEDS_TWO}: {size.batch_rows} rows in {counted(size.shards, 'shard')} are {cut}"
+    says = f"{NEEDS_TWO}: {counted(size.batch_rows, 'row')} in {counted(size.shards, 'shard')} are {cut}"
     if rows[-1] > 1:
         return f"{NEEDS_TWO}, and this one has a single row, as the others were left out"
 
