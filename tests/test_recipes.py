@@ -213,8 +213,8 @@ class Triples(training.Pairs):
         ({"loss": F.cosine_embedding_loss}, r"'target'; it got .*; a loss gets \(outputs, target\) alone"),
         (
             {"dataset": Triples(101), "inputs": "all", "loss": nn.CrossEntropyLoss},
-            r"got a batch of a list of 3; inputs: all gives the model all of an item, but the target is the second of "
-            r"two: a model of several inputs takes items like \(\(a, b\), target\); or write a step",
+            r"got a batch of a list of 3; inputs: all gives the model all of an item, but the target is the second "
+            r"of two: a model of several inputs takes items like \(\(a, b\), target\); or write a step",
         ),
     ],
 )
