@@ -126,7 +126,7 @@ class Tabular(Blocks[BlockSource]):
 
         It is that which torch.stack gives. Raises DataError for a column that holds no numbers.
         """
-        self._dtypes = {}
+        self._dtypes, first = {}, next(iter(self._folders))
         for key, names in self._keys.items():
             if isinstance(names, str):
                 continue
@@ -136,13 +136,13 @@ class Tabular(Blocks[BlockSource]):
             for name, kind in kinds:
                 if not is_number(kind):
                     raise DataError(
-                        f"{self.files[0]}: columns.{key}: column {name!r} holds {kind}, and a tensor is made of "
+                        f"{first}: columns.{key}: column {name!r} holds {kind}, and a tensor is made of "
                         f"numbers; leave it out, or read it by itself: {{{name}: {name}}}"
                     )
             found = [np.dtype(kind.to_pandas_dtype()) for _, kind in kinds]
             dtype = np.result_type(*([each for each in found if each.kind == "f"] or found or [np.float32]))
             self._dtypes[key] = dtype
-            yield f"{self.files[0]}: {key!r} is a tensor of {dtype} [{len(names)}]: {listed(names)}"
+            yield f"{first}: {key!r} is a tensor of {dtype} [{len(names)}]: {listed(names)}"
 
     def _table(self, block: Block[BlockSource]) -> pa.Table:
         """Return the rows of a block, with the columns that are read."""

@@ -59,7 +59,7 @@ def job_of(storage: Path, **keys: Any) -> dict[str, Any]:
 def test_from_the_job_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = dp_ray.run(job_of(tmp_path), quiet=True)
+    result = dp_ray.run(**job_of(tmp_path), quiet=True)
     table = pandas.read_parquet(Path(result.run_dir) / "metrics.parquet")
     rows = [row for row in result.history if row.get("eval_val/right") is not None]
     assert table["eval_val/right"].dropna().tolist() == [row["eval_val/right"] for row in rows]
@@ -79,7 +79,7 @@ def test_from_the_job_to_the_page(
     assert "eval_val/right" in page_of(Storage(result.run_dir))
     assert mlflow_name("eval_val/right") == "eval_val/right"
 
-    dp_ray.run(job_of(tmp_path, name="other", epochs=2, early_stopping=None), quiet=True)
+    dp_ray.run(**job_of(tmp_path, name="other", epochs=2, early_stopping=None), quiet=True)
     assert status_of(monkeypatch, "compare", result.run_dir, str(tmp_path / "other")) == 0
     assert "metrics.eval_val/right" in capsys.readouterr().out
     assert status_of(monkeypatch, "list", str(tmp_path), "--sort", "eval_val/right") == 0
@@ -95,7 +95,7 @@ def test_a_sweep_takes_the_best_by_such_a_name_and_set_reaches_it(
     named = f"metrics.val/right={HERE}:right"
     over = [
         "--over",
-        "optimizer.args.lr=0.5,-0.5",
+        "optimizer.args.lr=0.0,0.5",
         "--metric",
         "eval_val/right",
         "--maximize",
@@ -105,7 +105,7 @@ def test_a_sweep_takes_the_best_by_such_a_name_and_set_reaches_it(
     ]
     assert status_of(monkeypatch, "sweep", str(tmp_path / "job.yaml"), *over) == 0
     swept = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert swept["metric"] == "eval_val/right" and swept["best"] == 1
+    assert swept["metric"] == "eval_val/right" and swept["best"] == 2
     assert swept["trials"][0]["metric"] == swept["trials"][0]["metrics"]["eval_val/right"]
 
 
@@ -120,5 +120,5 @@ def test_a_loop_logs_such_a_name(tmp_path: Path) -> None:
             step.log(**{"train/loss": loss})
 
     keys = {"loss": None, "optimizer": None, "metrics": {}, "checkpoint": {}, "early_stopping": None, "eval": None}
-    result = dp_ray.run({**job_of(tmp_path, **keys), "loop": loop}, quiet=True)
+    result = dp_ray.run(**{**job_of(tmp_path, **keys), "loop": loop}, quiet=True)
     assert [row["train/loss"] for row in result.history] == [row["loss"] for row in result.history]
