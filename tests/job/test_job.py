@@ -165,7 +165,7 @@ def test_a_watched_metric_is_measured_or_an_element_of_one() -> None:
 
 @pytest.mark.parametrize("given", [{"task": "predict"}, 5, ["job.yaml"]])
 def test_what_is_no_job_is_told(given: Any) -> None:
-    with pytest.raises(JobError, match=rf"got a {type(given).__name__}; the keys of a job are keywords"):
+    with pytest.raises(JobError, match=rf"got an? {type(given).__name__}; the keys of a job are keywords"):
         job_from(given, {})
 
 

@@ -169,7 +169,7 @@ def test_a_mistyped_name_is_not_waited_for_for_ever(
     claimed(tmp_path)
     assert status_of(monkeypatch, "watch", str(tmp_path / "rum"), "--wait", "0.1") == 2
     err = capsys.readouterr().err
-    assert "rum: no run has begun there within 0.1 s; --wait sets how long; the runs there: run\n" in err
+    assert f"rum: no run has begun there within 0.1 s; --wait sets how long; the runs there: {tmp_path}/run\n" in err
 
 
 @pytest.mark.full
