@@ -60,10 +60,12 @@ class InStream(int):
 class TableBlock:
     """The rows of a block that was read. Raises DataError for a value that is missing, when it is asked for.
 
-    `keys` are those of an item, with their columns; of a key with several, `dtypes` has the dtype.
+    `keys` are those of an item, with their columns; by default the columns' names. Of a key with several columns,
+    `dtypes` has the dtype.
     """
 
-    def __init__(self, table: pa.Table, keys: Keys, dtypes: Mapping[str, np.dtype[Any]]) -> None:
+    def __init__(self, table: pa.Table, keys: Keys | None, dtypes: Mapping[str, np.dtype[Any]]) -> None:
+        keys = {name: name for name in table.column_names} if keys is None else keys
         self.names = list(keys)
         plain = {key: columns for key, columns in keys.items() if isinstance(columns, str)}
         self._table = table.select(list(plain.values())).rename_columns(list(plain))
@@ -76,7 +78,9 @@ class TableBlock:
             assert joined is not None
             for at, name in enumerate(keys[key]):
                 column = table.column(name)
-                joined[:, at] = column.fill_null(False if pa.types.is_boolean(column.type) else 0).to_numpy()
+                if column.null_count:
+                    column = column.fill_null(False if pa.types.is_boolean(column.type) else 0)
+                joined[:, at] = column.to_numpy()
             lacking = [row_getter(name, table.column(name)) for name in keys[key] if table.column(name).null_count]
             self._values[key] = functools.partial(_rows_of, joined, lacking)
         self._has_all = all(column.null_count == 0 for column in table.columns)
@@ -111,38 +115,35 @@ class Tabular(Blocks[BlockSource]):
     """A dataset of the rows of files of columns, and of those that their folders name: see `folder_columns`."""
 
     _keys: Keys
+    _columns: list[str]  # those of all keys, each once
     _dtypes: dict[str, np.dtype[Any]]  # of the keys with several columns
     _decode: dict[str, Decoder]
     _folders: dict[str, dict[str, pa.Scalar]]
 
-    @property
-    def _columns(self) -> list[str]:
-        """The columns that are read, each once."""
-        several = ([names] if isinstance(names, str) else names for names in self._keys.values())
-        return list(dict.fromkeys(itertools.chain.from_iterable(several)))
-
-    def _joins(self, schemas: Sequence[pa.Schema]) -> Iterator[str]:
-        """Decide the dtype of each key with several columns, of their types in all files; yield a line for each.
+    def _choose(self, keys: Keys, schemas: Sequence[pa.Schema]) -> Iterator[str]:
+        """Set what is read: the columns, and of each key with several their common dtype, which a line tells.
 
         It is that which torch.stack gives. Raises DataError for a column that holds no numbers.
         """
-        self._dtypes, first = {}, next(iter(self._folders))
-        for key, names in self._keys.items():
-            if isinstance(names, str):
-                continue
-            of_files = [schema.field(name) for name in names for schema in schemas if name in schema.names]
-            of_folders = [(name, own[name].type) for own in self._folders.values() for name in names if name in own]
-            kinds = [*((field.name, field.type) for field in of_files), *of_folders]
+        self._keys, self._dtypes, first = keys, {}, next(iter(self._folders))
+        several = {key: names for key, names in keys.items() if not isinstance(names, str)}
+        plain = [names for names in keys.values() if isinstance(names, str)]
+        self._columns = list(dict.fromkeys(itertools.chain(plain, *several.values())))
+        of_files = [dict(zip(schema.names, schema.types, strict=True)) for schema in schemas]
+        of_folders = [{name: value.type for name, value in own.items()} for own in self._folders.values()]
+        for key, names in several.items():
+            kinds = [(name, own[name]) for own in (*of_files, *of_folders) for name in names if name in own]
             for name, kind in kinds:
                 if not is_number(kind):
                     raise DataError(
-                        f"{first}: columns.{key}: column {name!r} holds {kind}, and a tensor is made of "
-                        f"numbers; leave it out, or read it by itself: {{{name}: {name}}}"
+                        f"{first}: columns.{key}: column {name!r} holds {kind}, and a tensor is made of numbers; "
+                        f"leave it out, or read it by itself: {{{name}: {name}}}"
                     )
-            found = [np.dtype(kind.to_pandas_dtype()) for _, kind in kinds]
-            dtype = np.result_type(*([each for each in found if each.kind == "f"] or found or [np.float32]))
-            self._dtypes[key] = dtype
-            yield f"{first}: {key!r} is a tensor of {dtype} [{len(names)}]: {listed(names)}"
+            found = [np.dtype(kind.to_pandas_dtype()) for _, kind in dict.fromkeys(kinds)]
+            self._dtypes[key] = np.result_type(
+                *([each for each in found if each.kind == "f"] or found or [np.float32])
+            )
+            yield f"{first}: {key!r} is a tensor of {self._dtypes[key]} [{len(names)}]: {listed(names)}"
 
     def _table(self, block: Block[BlockSource]) -> pa.Table:
         """Return the rows of a block, with the columns that are read."""
@@ -208,7 +209,7 @@ class Tabular(Blocks[BlockSource]):
         if column in (self._decode or {}):  # what a decoder makes of it, no file can tell
             return np.array([len(item[column]) for item in self], np.int64)
         alone = copy.copy(self)
-        alone._keys = {column: name}
+        alone._keys, alone._columns = {column: name}, [name]
         of_files: dict[str, list[Block[BlockSource]]] = {}
         for block in self._blocks:
             of_files.setdefault(str(block.file), []).append(block)
@@ -247,7 +248,8 @@ class Tabular(Blocks[BlockSource]):
         if len(table) != block.rows:
             raise DataError(f"{block}: is damaged: has {len(table)} rows where it had {block.rows}")
         try:
-            read = TableBlock(table, self._keys, self._dtypes)
+            has_own_names = any(key != names for key, names in self._keys.items())
+            read = TableBlock(table, self._keys if has_own_names else None, self._dtypes)
         except DataError as error:
             raise DataError(f"{block}: {error}") from None
         return read, read.size
@@ -280,8 +282,7 @@ class ColumnFiles(Tabular[int]):
         self._folders = folder_columns(files)
         looks = in_threads(lambda file: self._blocks_of(file, columns), files)
         there = [[*schema.names, *self._folders[str(file)]] for file, (schema, _) in zip(files, looks, strict=True)]
-        self._keys = keys_of(files, there, columns)
-        self.reads_as = tuple(self._joins([schema for schema, _ in looks]))
+        self.reads_as = tuple(self._choose(keys_of(files, there, columns), [schema for schema, _ in looks]))
         self._decode = decode_of(decode, None if columns is None else list(columns))
         super().__init__(files, [index for _, several in looks for index in several], cache_bytes)
 
@@ -335,8 +336,8 @@ class Parquet(ColumnFiles):
         with block.file.open() as stream:
             footer = self._footers.get(str(block.file), lambda _: _footer(stream))
             found = pq.ParquetFile(stream, metadata=footer, page_checksum_verification=True)
-            table = found.read_row_group(block.source, columns=self._columns)
-            return table.select([name for name in table.column_names if name in self._columns])  # "a" gave "a.b" too
+            table, wanted = found.read_row_group(block.source, columns=self._columns), {*self._columns}
+            return table.select([name for name in table.column_names if name in wanted])  # "a" gave "a.b" too
 
     @cached_property
     def _footers(self) -> Cache:

@@ -80,7 +80,7 @@ class TextTable(Tabular[Stretch]):
             list(dict.fromkeys((*(self._schema.names if self.MAY_LACK else names), *self._folders[str(file)])))
             for file, names in filled
         ]
-        self._keys = keys_of([file for file, _ in filled], of_files, columns)
+        joined = tuple(self._choose(keys_of([file for file, _ in filled], of_files, columns), [self._schema]))
         for file, (_, there) in pairs:
             # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
             are_bytes = [each.name for each in there if pa.types.is_binary(each.type) and each.name not in types]
@@ -89,7 +89,7 @@ class TextTable(Tabular[Stretch]):
                 raise DataError(f"{file}: column {bad[0]!r} holds bytes that are not UTF-8; {advice}")
         self._decode = decode_of(decode, None if columns is None else list(columns))
         read = [field for field in self._schema if field.name in self._columns and field.name not in types]
-        self.reads_as = (*_reads_as(files[0], read, found), *self._joins([self._schema]))
+        self.reads_as = (*_reads_as(files[0], read, found), *joined)
         self._heads = {str(file): schema.metadata[HEAD] for file, (_, schema) in pairs}
         blocks = [Block(file, part.rows, part, str(part)) for file, (parts, _) in pairs for part in parts]
         super().__init__(files, blocks, cache_bytes)
