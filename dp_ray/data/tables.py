@@ -83,6 +83,7 @@ class TableBlock:
                 joined[:, at] = column.to_numpy()
             lacking = [row_getter(name, table.column(name)) for name in keys[key] if table.column(name).null_count]
             self._values[key] = functools.partial(_rows_of, joined, lacking)
+        self._values = {key: self._values[key] for key in keys}  # an item has them in this order
         self._has_all = all(column.null_count == 0 for column in table.columns)
 
     def items(self, rows: RowNumbers) -> list[dict[str, Any]]:

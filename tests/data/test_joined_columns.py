@@ -82,7 +82,7 @@ def test_a_pattern_takes_what_fits_in_the_files_order_but_what_another_key_names
 @KINDS
 def test_what_cannot_be_joined_is_told_by_key_and_column(kind: str, tmp_path: Path) -> None:
     make = written(kind, tmp_path)
-    with pytest.raises(DataError, match=r"columns\.x: has no column 'a_3'; did you mean 'a_1'.* it has id, a_1, a_2"):
+    with pytest.raises(DataError, match=r"columns\.x: has no column 'a_3'; did you mean 'a_.* it has id, a_1, a_2"):
         make(tmp_path, columns={"x": ["a_1", "a_3"]})
     with pytest.raises(DataError, match=r"columns\.x: no column fits 'c_\*'; it has id, a_1"):
         make(tmp_path, columns={"x": "c_*"})
@@ -141,7 +141,7 @@ def test_folders_name_columns_too_and_a_decoder_gets_the_tensor(tmp_path: Path) 
 def test_sources_of_a_mix_whose_tensors_differ_are_told(tmp_path: Path) -> None:
     data = [written("csv", tmp_path)(tmp_path, columns={"x": names}) for names in (["a_1", "b"], ["a_2", "a_10"])]
     with pytest.raises(DataError, match=r"column 'x' is float32 \[2\] in source 'one', and int64 \[2\] in source"):
-        Mix(dict(zip(("one", "two"), data, strict=True)), {"one": 1, "two": 1})
+        Mix(dict(zip(("one", "two"), data, strict=True)), {"one": "1/2", "two": "1/2"})
 
 
 def test_plan_shows_the_columns_and_names_one_that_is_not_there(
@@ -157,4 +157,4 @@ def test_plan_shows_the_columns_and_names_one_that_is_not_there(
     assert "digits.csv: 'x' is a tensor of float32 [12]: pixel_0, pixel_1, " in "".join(capfd.readouterr())
     wrong = "dataset.args.columns.x=[pixel_0, pixel_12]"
     assert status_of(monkeypatch, "plan", "job.yaml", "--set", wrong) == 1
-    assert "columns.x: has no column 'pixel_12'; did you mean 'pixel_1" in capfd.readouterr().err
+    assert "columns.x: has no column 'pixel_12'; did you mean 'pixel_" in capfd.readouterr().err
