@@ -171,8 +171,8 @@ def _values(key: dict[str, Any]) -> Iterator[str]:
             yield "`true`, `false`"
         case {"type": "integer" | "number" as kind}:
             what = "a whole number" if kind == "integer" else "a number"
-            least = 1 if kind == "integer" and "exclusiveMinimum" in key else 0
-            yield f"{what} above 0" if kind == "number" and "exclusiveMinimum" in key else f"{what} from {least} up"
+            least = 1 if kind == "integer" and "exclusiveMinimum" in key else key.get("minimum", 0)
+            yield f"{what} above 0" if kind == "number" and "exclusiveMinimum" in key else f"{what} from {least:g} up"
         case {"type": "null"}:
             yield "`null`"
         case _:

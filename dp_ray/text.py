@@ -104,6 +104,16 @@ def listed(things: Iterable[object]) -> str:
     return shown if len(texts) <= SHOWN else f"{shown}, ... ({len(texts)} in all)"
 
 
+def a_kind(value: object) -> str:
+    """Return the class of a value with its article, for messages.
+
+    >>> a_kind(3), a_kind({}), a_kind(None)
+    ('an int', 'a dict', 'a NoneType')
+    """
+    name = type(value).__qualname__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def printable(text: str) -> str:
     """Return the text without secrets and with control characters, newlines too, as escapes: it acts on no terminal.
 

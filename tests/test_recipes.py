@@ -198,6 +198,35 @@ def test_a_loss_that_takes_no_mapping_is_told_what_it_got_and_that_a_step_picks(
         dp_ray.run(**given)
 
 
+class Triples(training.Pairs):
+    def __getitem__(self, index: int) -> Any:
+        return *super().__getitem__(index), index
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"loss": nn.TripletMarginLoss},
+            r"'negative'; it got .*; a loss gets \(outputs, target\) alone: .* a step\(",
+        ),
+        ({"loss": F.cosine_embedding_loss}, r"'target'; it got .*; a loss gets \(outputs, target\) alone"),
+        (
+            {"dataset": Triples(101), "inputs": "all", "loss": nn.CrossEntropyLoss},
+            r"got a batch of a list of 3; inputs: all gives the model all of an item, but the target is the second "
+            r"of two: a model of several inputs takes items like \(\(a, b\), target\); or write a step",
+        ),
+    ],
+)
+def test_what_a_declared_loss_or_pair_cannot_be_is_answered_with_a_step(
+    tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    given: dict[str, Any] = {"batch_size": 101, "shards": 3, "workers": 0, "quiet": True, "storage": str(tmp_path)}
+    given |= {"task": "train", "optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
+    with pytest.raises(Error, match=says):
+        dp_ray.run(**{**given, "model": training.mlp, "dataset": training.Pairs(101), **keys})
+
+
 def test_the_recipe_stands_in_the_docs() -> None:
     page = (ROOT / "docs" / "steps.md").read_text()
     assert '{"loss": (outputs.loss * n, n), "outputs": outputs.logits, "target": batch["labels"]}' in page
@@ -237,6 +266,7 @@ def check_recipes(said: str) -> None:
     check_the_worst(start.eval())
     check_contrast()
     check_houses()
+    check_graph()
 
 
 def check_houses() -> None:
@@ -254,6 +284,24 @@ def check_houses() -> None:
     assert trained.metrics["eval_rmse"] == pytest.approx(error.item(), rel=1e-5)
     torch.testing.assert_close(predicted.outputs, wanted)
     assert predicted.carried["id"] == [f"new-{at}" for at in range(5)]
+
+
+def check_graph() -> None:
+    """The weights and the accuracy are those of a plain loop over the whole graph."""
+    graph, result = importlib.import_module("graph"), loaded("graph")
+    torch.manual_seed(0)
+    model, item, test = graph.Net(), graph.Graph("train")[0], graph.Graph("test")[0]["labels"]
+    inputs = item["features"][None], item["edges"][None]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(30):
+        optimizer.zero_grad()
+        F.cross_entropy(model(*inputs)[0].T, item["labels"]).backward()
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(result.weights[name], tensor, rtol=1e-4, atol=1e-5)
+    right = model(*inputs)[0].argmax(0) == test
+    assert result.metrics["eval_accuracy"] == pytest.approx(float(right.sum() / (test != -100).sum()))
+    assert result.metrics["eval_accuracy"] > 0.9
 
 
 def same_in(model: nn.Module, name: str, tensor: torch.Tensor) -> bool:

@@ -56,10 +56,15 @@ def submit(job_file: str, address: str, **flags: Any) -> None:
 
 @click.command()
 @click.argument("name", required=False)
-@DASHBOARD
+@click.option("--address", help="The cluster's dashboard, like http://HEAD:8265.")
 @options.JSON
-def status(name: str | None, address: str, as_json: bool) -> None:
+def status(name: str | None, address: str | None, as_json: bool) -> None:
     """Show the submitted jobs of a cluster, or a single one: by its id, or the newest by a run's name."""
+    if address is None:
+        raise click.UsageError(
+            "Missing option '--address', like http://HEAD:8265: status shows what was submitted to a cluster; "
+            "dp-ray list shows the runs in a storage, dp-ray report RUN_DIR one of them"
+        )
     from dp_ray.cluster.submit import Dashboard
 
     dashboard = Dashboard(address)

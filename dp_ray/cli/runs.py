@@ -1,5 +1,6 @@
 """The commands that show runs: report, compare, list, watch, track, replay."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import click
 from dp_ray.cli import options
 from dp_ray.cli.completion import folders
 from dp_ray.cli.options import say
-from dp_ray.errors import StorageError
+from dp_ray.errors import JobError, StorageError
 from dp_ray.text import harmless, json_text
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
 
 @click.command()
 @options.RUN_DIR
-def watch(run_dir: str) -> None:
+@click.option("--wait", type=click.FloatRange(0), default=60.0, metavar="SECONDS", help="For the run to begin: 60.")
+def watch(run_dir: str, wait: float) -> None:
     """Watch a run from another terminal: print the lines of its console until it ends."""
     from dp_ray.records import damage_told
     from dp_ray.rundir.files import RUN, runs_there
@@ -116,23 +118,30 @@ def watch(run_dir: str) -> None:
     run = located(run_dir)
     with suppress(StorageError):  # an object store that does not answer for a moment
         if not run.exists(RUN):
-            say(f"{run}: there is no run yet, and it is waited for{runs_there(run)}")
+            say(f"{run}: there is no run yet, and it is waited for, {wait:g} s{runs_there(run)}")
     with damage_told(run):
-        for line in watched_lines(run):
+        for line in watched_lines(run, wait):
             click.echo(harmless(line))
 
 
-def watched_lines(run: "Storage") -> Iterator[str]:
-    """Yield the lines of a run's console while another process drives it, and how it ended."""
+def watched_lines(run: "Storage", wait: float = math.inf) -> Iterator[str]:
+    """Yield the lines of a run's console while another process drives it, and how it ended.
+
+    Raises JobError if there is no run within `wait` seconds: its name may be mistyped.
+    """
     from dp_ray.monitor.console import LINE_SECONDS, progress_line
     from dp_ray.results.text import measured, time_span
-    from dp_ray.rundir.files import RESULT, RESULT_JSON
+    from dp_ray.rundir.files import RESULT, RESULT_JSON, runs_there
     from dp_ray.rundir.incidents import INCIDENTS, INCIDENTS_JSON
     from dp_ray.rundir.listing import NO_RUN, PROGRESS_JSON, WATCH_SECONDS, watched
 
-    num_told, line_told, due = 0, "", 0.0
+    num_told, line_told, due, last = 0, "", 0.0, time.monotonic() + wait
     while True:
         row = watched(run)
+        if row.status != NO_RUN:
+            last = math.inf
+        elif time.monotonic() > last:
+            raise JobError(f"{run}: no run has begun there within {wait:g} s; --wait sets how long{runs_there(run)}")
         log = INCIDENTS_JSON.read(run, RESULT if row.status == "done" else INCIDENTS)
         events = [text for by in log.interruptions for text in (f"interrupted, {by}", by.resumption)]
         if log.is_interrupted:

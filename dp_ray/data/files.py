@@ -42,7 +42,7 @@ PASSING = {
     *(errno.ENOMEM, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
 }
 NO_TEXT = "the name is no UTF-8; rename the file"
-_WILDCARD = re.compile(r"[*?\[]")
+WILDCARD = re.compile(r"[*?\[]")
 _NOT_IN_URLS = re.compile(r"""[^!-~]|["<>\\^`{|}\[\]]|%(?![0-9A-Fa-f]{2})""")
 _ENCODED = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
 
@@ -173,7 +173,7 @@ def _files_at(given: str, suffixes: Sequence[str]) -> list[File]:
     path = _Path.of(given)
     there = path.storage
     kind = there.fs.get_file_info(there.path).type
-    if kind == pafs.FileType.NotFound and _WILDCARD.search(path.text):  # else its name looks like a pattern
+    if kind == pafs.FileType.NotFound and WILDCARD.search(path.text):  # else its name looks like a pattern
         return _globbed(path)
     if kind == pafs.FileType.NotFound and not path.is_url:
         raise DataError(f"{path}: there is no such file or folder")
@@ -187,7 +187,7 @@ def _files_at(given: str, suffixes: Sequence[str]) -> list[File]:
 def _globbed(path: _Path) -> list[File]:
     """Return the files of a glob; `**` stands for any number of folders, at the end for all that is in them."""
     parts = path.text.split("/")
-    first = next(number for number, part in enumerate(parts) if _WILDCARD.search(part))
+    first = next(number for number, part in enumerate(parts) if WILDCARD.search(part))
     pattern = parts[first:]
     if path.is_url:
         pattern = [_ENCODED.sub(lambda found: glob.escape(unquote(found[0])), part) for part in pattern]

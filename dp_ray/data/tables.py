@@ -4,14 +4,16 @@ The rows of a block are given one by one as items, or many at once as columns.
 """
 
 import copy
+import fnmatch
 import functools
+import itertools
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
@@ -21,13 +23,27 @@ import torch
 from pyarrow import compute as pc
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, BlockSource, Cache, Item
-from dp_ray.data.files import File, Paths, find_files, in_threads, kept_numbers, with_retries
-from dp_ray.data.values import Decode, Decoder, RowNumbers, decode_of, decoded, dicts, row_getter, stacked
-from dp_ray.errors import DataError
+from dp_ray.data.files import WILDCARD, File, Paths, find_files, in_threads, kept_numbers, with_retries
+from dp_ray.data.values import (
+    Decode,
+    Decoder,
+    RowGetter,
+    RowNumbers,
+    decode_of,
+    decoded,
+    dicts,
+    is_number,
+    row_getter,
+    stacked,
+)
+from dp_ray.errors import DataError, JobError
 from dp_ray.tables import Numbers, numbers
 from dp_ray.text import did_you_mean, listed
 
 ColumnValues = np.ndarray[Any, Any]
+# The columns to read; or, by the keys of an item, one column, or several that become a tensor.
+Columns: TypeAlias = Sequence[str] | Mapping[str, str | Sequence[str]]
+Keys: TypeAlias = Mapping[str, str | list[str]]  # the same, without patterns
 
 FOOTER_BYTES = 64 << 20  # of footers kept in each process
 FIRST_MESSAGE = 8  # where it lies in an Arrow file
@@ -42,14 +58,32 @@ class InStream(int):
 
 
 class TableBlock:
-    """The rows of a block that was read. Raises DataError for a value that is missing, when it is asked for."""
+    """The rows of a block that was read. Raises DataError for a value that is missing, when it is asked for.
 
-    def __init__(self, table: pa.Table) -> None:
-        self.size: int = table.nbytes
-        self.names: list[str] = table.column_names
-        self._table = table
-        self._values = {name: row_getter(name, table.column(name)) for name in table.column_names}
-        self._columns: dict[str, ColumnValues | None] = {}
+    `keys` are those of an item, with their columns; by default the columns' names. Of a key with several columns,
+    `dtypes` has the dtype.
+    """
+
+    def __init__(self, table: pa.Table, keys: Keys | None, dtypes: Mapping[str, np.dtype[Any]]) -> None:
+        keys = {name: name for name in table.column_names} if keys is None else keys
+        self.names = list(keys)
+        plain = {key: columns for key, columns in keys.items() if isinstance(columns, str)}
+        self._table = table.select(list(plain.values())).rename_columns(list(plain))
+        self._values = {key: row_getter(name, table.column(name)) for key, name in plain.items()}
+        self._columns: dict[str, ColumnValues | None] = {
+            key: np.empty((len(table), len(keys[key])), dtype) for key, dtype in dtypes.items()
+        }
+        self.size: int = self._table.nbytes + sum(each.nbytes for each in self._columns.values() if each is not None)
+        for key, joined in self._columns.items():
+            assert joined is not None
+            for at, name in enumerate(keys[key]):
+                column = table.column(name)
+                if column.null_count:
+                    column = column.fill_null(False if pa.types.is_boolean(column.type) else 0)
+                joined[:, at] = column.to_numpy()
+            lacking = [row_getter(name, table.column(name)) for name in keys[key] if table.column(name).null_count]
+            self._values[key] = functools.partial(_rows_of, joined, lacking)
+        self._values = {key: self._values[key] for key in keys}  # an item has them in this order
         self._has_all = all(column.null_count == 0 for column in table.columns)
 
     def items(self, rows: RowNumbers) -> list[dict[str, Any]]:
@@ -71,12 +105,46 @@ class TableBlock:
         return self._columns[name]
 
 
+def _rows_of(joined: ColumnValues, lacking: Sequence[RowGetter], rows: RowNumbers) -> list[Any]:
+    """Return rows of joined columns as tensors; `lacking` gives those columns in which values are missing."""
+    for give in lacking:
+        give(rows)  # raises for a missing value, and names its column
+    return list(torch.from_numpy(joined[rows]))
+
+
 class Tabular(Blocks[BlockSource]):
     """A dataset of the rows of files of columns, and of those that their folders name: see `folder_columns`."""
 
-    _columns: list[str]
+    _keys: Keys
+    _columns: list[str]  # those of all keys, each once
+    _dtypes: dict[str, np.dtype[Any]]  # of the keys with several columns
     _decode: dict[str, Decoder]
     _folders: dict[str, dict[str, pa.Scalar]]
+
+    def _choose(self, keys: Keys, schemas: Sequence[pa.Schema]) -> Iterator[str]:
+        """Set what is read: the columns, and of each key with several their common dtype, which a line tells.
+
+        It is that which torch.stack gives. Raises DataError for a column that holds no numbers.
+        """
+        self._keys, self._dtypes, first = keys, {}, next(iter(self._folders))
+        several = {key: names for key, names in keys.items() if not isinstance(names, str)}
+        plain = [names for names in keys.values() if isinstance(names, str)]
+        self._columns = list(dict.fromkeys(itertools.chain(plain, *several.values())))
+        of_files = [dict(zip(schema.names, schema.types, strict=True)) for schema in schemas]
+        of_folders = [{name: value.type for name, value in own.items()} for own in self._folders.values()]
+        for key, names in several.items():
+            kinds = [(name, own[name]) for own in (*of_files, *of_folders) for name in names if name in own]
+            for name, kind in kinds:
+                if not is_number(kind):
+                    raise DataError(
+                        f"{first}: columns.{key}: column {name!r} holds {kind}, and a tensor is made of numbers; "
+                        f"leave it out, or read it by itself: {{{name}: {name}}}"
+                    )
+            found = [np.dtype(kind.to_pandas_dtype()) for _, kind in dict.fromkeys(kinds)]
+            self._dtypes[key] = np.result_type(
+                *([each for each in found if each.kind == "f"] or found or [np.float32])
+            )
+            yield f"{first}: {key!r} is a tensor of {self._dtypes[key]} [{len(names)}]: {listed(names)}"
 
     def _table(self, block: Block[BlockSource]) -> pa.Table:
         """Return the rows of a block, with the columns that are read."""
@@ -132,15 +200,17 @@ class Tabular(Blocks[BlockSource]):
 
         Raises DataError for a column that is not read or holds no lists, and for a missing list.
         """
-        if column not in self._columns:
+        name = self._keys.get(column)
+        if not isinstance(name, str):
+            plain = [key for key, names in self._keys.items() if isinstance(names, str)]
             raise DataError(
-                f"{self.files[0]}: no column {column!r} is read{did_you_mean(column, self._columns)}; those that "
-                f"are: {listed(self._columns)}"
+                f"{self.files[0]}: no column {column!r} is read{did_you_mean(column, plain)}; those that "
+                f"are: {listed(plain)}"
             )
         if column in (self._decode or {}):  # what a decoder makes of it, no file can tell
             return np.array([len(item[column]) for item in self], np.int64)
         alone = copy.copy(self)
-        alone._columns = [column]
+        alone._keys, alone._columns = {column: name}, [name]
         of_files: dict[str, list[Block[BlockSource]]] = {}
         for block in self._blocks:
             of_files.setdefault(str(block.file), []).append(block)
@@ -148,7 +218,7 @@ class Tabular(Blocks[BlockSource]):
         def look(blocks: list[Block[BlockSource]]) -> Numbers:
             file = blocks[0].file
             return kept_numbers(
-                file, f"lengths-{column}", f"{file.size}, {file.version}", lambda: alone._list_lengths(blocks)
+                file, f"lengths-{name}", f"{file.size}, {file.version}", lambda: alone._list_lengths(blocks)
             )
 
         found = in_threads(look, list(of_files.values()))
@@ -179,7 +249,8 @@ class Tabular(Blocks[BlockSource]):
         if len(table) != block.rows:
             raise DataError(f"{block}: is damaged: has {len(table)} rows where it had {block.rows}")
         try:
-            read = TableBlock(table)
+            has_own_names = any(key != names for key, names in self._keys.items())
+            read = TableBlock(table, self._keys if has_own_names else None, self._dtypes)
         except DataError as error:
             raise DataError(f"{block}: {error}") from None
         return read, read.size
@@ -192,8 +263,7 @@ class Tabular(Blocks[BlockSource]):
 class ColumnFiles(Tabular[int]):
     """A dataset of the rows of files that list their own blocks; the base class of Parquet and Arrow.
 
-    `paths` is a file, a folder, a glob, a list of these, or a URL (`s3://...`, `gs://...`). `columns` are those to
-    read, by default all. `decode` maps a column to a function of its value, as `{"image": "dp_ray.data:image"}`.
+    The parameters are those of `Parquet`.
 
     Raises DataError for files that are missing, damaged or lack a column, by name.
     """
@@ -204,30 +274,31 @@ class ColumnFiles(Tabular[int]):
     def __init__(
         self,
         paths: Paths | File,
-        columns: Sequence[str] | None = None,
+        columns: Columns | None = None,
         decode: Decode | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
+        check_choice(columns)
         files = find_files(paths, self.SUFFIXES)
         self._folders = folder_columns(files)
         looks = in_threads(lambda file: self._blocks_of(file, columns), files)
-        self._columns = columns_of(files, [there for there, _ in looks], columns)
-        self._decode = decode_of(decode, columns)
+        there = [[*schema.names, *self._folders[str(file)]] for file, (schema, _) in zip(files, looks, strict=True)]
+        self.reads_as = tuple(self._choose(keys_of(files, there, columns), [schema for schema, _ in looks]))
+        self._decode = decode_of(decode, None if columns is None else list(columns))
         super().__init__(files, [index for _, several in looks for index in several], cache_bytes)
 
-    def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
-        names, sizes = with_retries(lambda: self._look(file), str(file), file.is_local)
-        check_once(file, names)
-        names = list(dict.fromkeys((*names, *self._folders[str(file)])))
-        check_columns(file, names, columns)
+    def _blocks_of(self, file: File, columns: Columns | None) -> tuple[pa.Schema, list[Block[int]]]:
+        schema, sizes = with_retries(lambda: self._look(file), str(file), file.is_local)
+        check_once(file, schema.names)
+        check_columns(file, [*schema.names, *self._folders[str(file)]], columns)
         if (least := min(sizes.values(), default=0)) < 0:
             raise DataError(f"{file}: is damaged: a {self.BLOCK} has {least} rows")
-        return names, [
+        return schema, [
             Block(file, rows, source, f"{self.BLOCK} {number}") for number, (source, rows) in enumerate(sizes.items())
         ]
 
-    def _look(self, file: File) -> tuple[list[str], dict[int, int]]:
-        """Return the names of a file's columns, and the rows of each block by where it lies."""
+    def _look(self, file: File) -> tuple[pa.Schema, dict[int, int]]:
+        """Return a file's columns, and the rows of each block by where it lies."""
         raise NotImplementedError
 
 
@@ -235,8 +306,10 @@ class Parquet(ColumnFiles):
     """The rows of Parquet files; a row group is read at once.
 
     `paths` is a file, a folder, a glob, a list of these, or a URL (`s3://...`, `gs://...`). `columns` are those to
-    read, by default all. `decode` maps a column to a function of its value, as `{"image": "dp_ray.data:image"}`. At
-    most `cache_bytes` of blocks stay in memory, in each process that reads. An item is a dict of the row's values.
+    read, by default all; a mapping, as `{"x": ["a", "b"], "y": "price"}`, joins columns of numbers to a tensor, by
+    their names or by patterns like `pixel_*`. `decode` maps a column to a function of its value, as
+    `{"image": "dp_ray.data:image"}`. At most `cache_bytes` of blocks stay in memory, in each process that reads. An
+    item is a dict of the row's values.
 
     Raises DataError for files that are missing, damaged or lack a column, by name.
 
@@ -252,20 +325,20 @@ class Parquet(ColumnFiles):
     SUFFIXES = (".parquet", ".pq")
     BLOCK = "row group"
 
-    def _look(self, file: File) -> tuple[list[str], dict[int, int]]:
+    def _look(self, file: File) -> tuple[pa.Schema, dict[int, int]]:
         with file.open() as stream:
             found = pq.ParquetFile(stream)
             sizes = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
             if sum(sizes) != found.metadata.num_rows:
                 raise pa.ArrowInvalid(f"it has {found.metadata.num_rows} rows, its row groups {sum(sizes)}")
-            return found.schema_arrow.names, dict(enumerate(sizes))
+            return found.schema_arrow, dict(enumerate(sizes))
 
     def _table(self, block: Block[int]) -> pa.Table:
         with block.file.open() as stream:
             footer = self._footers.get(str(block.file), lambda _: _footer(stream))
             found = pq.ParquetFile(stream, metadata=footer, page_checksum_verification=True)
-            table = found.read_row_group(block.source, columns=self._columns)
-            return table.select([name for name in table.column_names if name in self._columns])  # "a" gave "a.b" too
+            table, wanted = found.read_row_group(block.source, columns=self._columns), {*self._columns}
+            return table.select([name for name in table.column_names if name in wanted])  # "a" gave "a.b" too
 
     @cached_property
     def _footers(self) -> Cache:
@@ -298,15 +371,15 @@ class Arrow(ColumnFiles):
     def _open(self, file: File) -> pa.NativeFile:
         return file.open()
 
-    def _look(self, file: File) -> tuple[list[str], dict[int, int]]:
+    def _look(self, file: File) -> tuple[pa.Schema, dict[int, int]]:
         with self._open(file) as stream:
             if stream.read_at(len(STREAM_BEGINS), 0) != STREAM_BEGINS:
                 return self._look_at_file(stream)
             sizes: dict[int, int] = {InStream(at): rows for at, rows in _batches_of_stream(stream)}
             stream.seek(0)
-            return pa.ipc.read_schema(stream).names, sizes
+            return pa.ipc.read_schema(stream), sizes
 
-    def _look_at_file(self, stream: pa.NativeFile) -> tuple[list[str], dict[int, int]]:
+    def _look_at_file(self, stream: pa.NativeFile) -> tuple[pa.Schema, dict[int, int]]:
         with pa.ipc.open_file(stream) as reader:
             try:
                 sizes = [rows for _, kind, rows in _messages(stream, FIRST_MESSAGE) if kind == RECORD_BATCH]
@@ -322,7 +395,7 @@ class Arrow(ColumnFiles):
             stream.seek(FIRST_MESSAGE)
             if not pa.ipc.read_schema(stream).equals(reader.schema):
                 raise pa.ArrowInvalid("its columns at its beginning and at its end differ")
-            return reader.schema.names, dict(enumerate(sizes))
+            return reader.schema, dict(enumerate(sizes))
 
     def _table(self, block: Block[int]) -> pa.Table:
         with self._open(block.file) as stream:
@@ -431,30 +504,79 @@ def folder_columns(files: Sequence[File]) -> dict[str, dict[str, pa.Scalar]]:
     return {file: {name: scalar(name, value) for name, value in columns.items()} for file, columns in given.items()}
 
 
-def columns_of(files: Sequence[File], there: Sequence[Sequence[str]], wanted: Sequence[str] | None) -> list[str]:
-    """Return the columns to read: `wanted`, by default those of the files, whose names are in `there`.
+def keys_of(files: Sequence[File], there: Sequence[Sequence[str]], columns: Columns | None) -> Keys:
+    """Return the keys of an item with their columns, by default those of the files, whose names are in `there`.
 
-    Raises DataError if a file lacks one that another has, since its rows would have no value for it.
+    A pattern stands for the columns that match, in the order of the first file, but for those that stand there by
+    their names. Raises DataError if a file lacks one that another has, since its rows would have no value for it.
     """
-    if wanted is not None:
-        return list(wanted)
-    first = there[0] if there else []
-    for file, names in zip(files, there, strict=True):
-        if set(names) != set(first):
+    first = list(dict.fromkeys(there[0])) if there else []
+    given = {key: _several(names) for key, names in columns.items()} if isinstance(columns, Mapping) else {}
+    patterns = [name for names in given.values() for name in names if _is_pattern(name, first)]
+    is_chosen = re.compile(
+        "|".join(map(fnmatch.translate, ["*"] if columns is None else patterns)) or "(?!)"
+    ).fullmatch
+    of_files = [list(filter(is_chosen, names)) for names in there]
+    for file, names in zip(files, of_files, strict=True):
+        if set(names) != set(of_files[0]):
             more = [name for name in names if name not in first]
             lacking, other = (files[0], file) if more else (file, files[0])
-            name = more[0] if more else next(name for name in first if name not in names)
+            name = more[0] if more else next(name for name in of_files[0] if name not in names)
             common = [name for name in first if all(name in names for names in there)]
             advice = f"set columns to some of those that all files have: {listed(common)}"
             raise DataError(f"{lacking}: has no column {name!r}, which {other} has; {advice}")
-    return list(first)
+    if not isinstance(columns, Mapping):
+        return {name: name for name in (first if columns is None else columns)}
+    named = {*itertools.chain.from_iterable(given.values())} - {*patterns}
+    rest = [name for name in first if name not in named]
+    keys: dict[str, str | list[str]] = {}
+    for key, several in given.items():
+        found = [each for name in several for each in (fnmatch.filter(rest, name) if name in patterns else [name])]
+        if not found:
+            raise DataError(f"{files[0]}: columns.{key}: {several[0]!r} fits no column that no other key names")
+        if twice := [name for name, times in Counter(found).items() if times > 1]:
+            raise DataError(f"{files[0]}: columns.{key} has {twice[0]!r} twice")
+        keys[key] = found[0] if columns[key] == found[0] else found
+    return keys
 
 
-def check_columns(file: File, there: Sequence[str], wanted: Sequence[str] | None) -> None:
-    """Raise DataError, which lists the file's columns, if it lacks a wanted one."""
-    for name in wanted or ():
-        if name not in there:
-            raise DataError(f"{file}: has no column {name!r}{did_you_mean(name, there)}; it has {listed(there)}")
+def _several(given: str | Sequence[str]) -> Sequence[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _is_pattern(name: str, there: Sequence[str]) -> bool:
+    """Return whether it is no name of a column, but a pattern like `pixel_*`."""
+    return name not in there and WILDCARD.search(name) is not None
+
+
+def check_choice(columns: Any) -> None:
+    """Raise JobError unless `columns` has the form of `Columns`."""
+    if not isinstance(columns, Mapping):
+        if columns is not None and not _are_names(columns):
+            must = "a list of columns, or map keys of an item to them, like {x: [a, b], y: price}"
+            raise JobError(f"columns: must be {must}; got {columns!r:.80}")
+        return
+    for key, given in columns.items():
+        if not isinstance(given, str) and not (_are_names(given) and given):
+            must = "a column, or several: [a, b], or a pattern like 'pixel_*'"
+            raise JobError(f"columns.{key}: must be {must}; got {given!r:.80}")
+
+
+def _are_names(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(isinstance(name, str) for name in value)
+
+
+def check_columns(file: File, there: Sequence[str], wanted: Columns | None) -> None:
+    """Raise DataError, which lists the file's columns, if it lacks a wanted one, or has none that fits a pattern."""
+    for key, given in wanted.items() if isinstance(wanted, Mapping) else [("", list(wanted or ()))]:
+        where = f"{file}: columns.{key}" if key else str(file)
+        for name in _several(given):
+            if key and _is_pattern(name, there):
+                if not fnmatch.filter(there, name):
+                    raise DataError(f"{where}: no column fits {name!r}; it has {listed(there)}")
+            elif name not in there:
+                raise DataError(f"{where}: has no column {name!r}{did_you_mean(name, there)}; it has {listed(there)}")
 
 
 def check_once(file: File, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from pyarrow import json as pajson
 
 from dp_ray.data.blocks import CACHE_BYTES, Block
 from dp_ray.data.files import File, Paths, Stretch, find_files, in_threads, index_of, read_in_pieces, read_stretch
-from dp_ray.data.tables import Tabular, check_columns, check_once, columns_of, folder_columns
+from dp_ray.data.tables import Columns, Tabular, check_choice, check_columns, check_once, folder_columns, keys_of
 from dp_ray.data.values import Decode, decode_of
 from dp_ray.errors import DataError, JobError
 
@@ -52,24 +52,20 @@ class TextTable(Tabular[Stretch]):
     def __init__(
         self,
         paths: Paths,
-        columns: Sequence[str] | None = None,
+        columns: Columns | None = None,
         types: Types | None = None,
         decode: Decode | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
+        check_choice(columns)
         files, types = find_files(paths, self.SUFFIXES), types or {}
         indices = in_threads(lambda file: index_of(file, self._kind, lambda: self._look(file)), files)
         pairs, self._folders = list(zip(files, indices, strict=True)), folder_columns(files)
         for file, (stretches, there) in pairs:
             if stretches or there.names:  # else it is empty, and lacks nothing
                 own = dict.fromkeys((*there.names, *self._folders[str(file)]))
-                check_columns(file, list(own), [*(columns or ()), *types])
-            for field in there:
-                # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
-                is_wanted = field.name not in types and (columns is None or field.name in columns)
-                if is_wanted and pa.types.is_binary(field.type):
-                    advice = "mend the file, or set the column's type to binary with types"
-                    raise DataError(f"{file}: column {field.name!r} holds bytes that are not UTF-8; {advice}")
+                check_columns(file, list(own), columns)
+                check_columns(file, list(own), list(types))
         schemas = [schema for _, schema in indices]
         looks, found = _joined_looks(schemas), _joined(schemas)
         self._schema = _with_types(found, types, looks)
@@ -84,10 +80,16 @@ class TextTable(Tabular[Stretch]):
             list(dict.fromkeys((*(self._schema.names if self.MAY_LACK else names), *self._folders[str(file)])))
             for file, names in filled
         ]
-        self._columns = columns_of([file for file, _ in filled], of_files, columns)
-        self._decode = decode_of(decode, columns)
+        joined = tuple(self._choose(keys_of([file for file, _ in filled], of_files, columns), [self._schema]))
+        for file, (_, there) in pairs:
+            # Bytes that are not UTF-8 pyarrow gives as bytes, in all of the column's rows.
+            are_bytes = [each.name for each in there if pa.types.is_binary(each.type) and each.name not in types]
+            if bad := [name for name in are_bytes if name in self._columns]:
+                advice = "mend the file, or set the column's type to binary with types"
+                raise DataError(f"{file}: column {bad[0]!r} holds bytes that are not UTF-8; {advice}")
+        self._decode = decode_of(decode, None if columns is None else list(columns))
         read = [field for field in self._schema if field.name in self._columns and field.name not in types]
-        self.reads_as = tuple(_reads_as(files[0], read, found))
+        self.reads_as = (*_reads_as(files[0], read, found), *joined)
         self._heads = {str(file): schema.metadata[HEAD] for file, (_, schema) in pairs}
         blocks = [Block(file, part.rows, part, str(part)) for file, (parts, _) in pairs for part in parts]
         super().__init__(files, blocks, cache_bytes)
@@ -95,10 +97,13 @@ class TextTable(Tabular[Stretch]):
     @property
     def column_types(self) -> dict[str, str]:
         """The types of numbers, truth values and texts by columns, as `types` names them; not of decoded ones."""
-        read = [field for field in self._schema if field.name in self._columns and field.name not in self._decode]
         is_left = (pa.types.is_null, pa.types.is_nested)
-        names = {field.name: str(field.type) for field in read if not any(test(field.type) for test in is_left)}
-        return {name: {"float": "float32", "double": "float64"}.get(kind, kind) for name, kind in names.items()}
+        types = {key: f"{dtype} [{len(self._keys[key])}]" for key, dtype in self._dtypes.items()}
+        for field in self._schema:
+            kind, keys = str(field.type), [key for key, name in self._keys.items() if name == field.name]
+            if not any(test(field.type) for test in is_left):
+                types |= dict.fromkeys(keys, {"float": "float32", "double": "float64"}.get(kind, kind))
+        return {key: kind for key, kind in types.items() if key not in self._decode}
 
     def _ends(self, text: bytes) -> list[int]:
         """Return where rows end."""
@@ -230,7 +235,7 @@ class Csv(TextTable):
     def __init__(
         self,
         paths: Paths,
-        columns: Sequence[str] | None = None,
+        columns: Columns | None = None,
         types: Types | None = None,
         decode: Decode | None = None,
         delimiter: str = ",",

@@ -61,7 +61,7 @@ def row_getter(name: str, column: pa.ChunkedArray) -> RowGetter:
             )
     is_dictionary = isinstance(column.type, pa.DictionaryType)
     give = _values(array.type if is_dictionary else column.type, array)
-    if not array.null_count and _is_number(array.type):
+    if not array.null_count and is_number(array.type):
         return give
     missing = array.is_null().to_numpy(zero_copy_only=False)
 
@@ -83,9 +83,9 @@ def stacked(column: pa.ChunkedArray) -> np.ndarray[Any, Any] | None:
     array = _one(column)
     if array.null_count:
         return None
-    if _is_number(array.type):
+    if is_number(array.type):
         return np.asarray(array.to_numpy(zero_copy_only=False))
-    if not _is_list(array.type) or not _is_number(array.type.value_type) or not len(array):
+    if not _is_list(array.type) or not is_number(array.type.value_type) or not len(array):
         return None
     sizes, inner = array.value_lengths().to_numpy(zero_copy_only=False), array.flatten()
     if inner.null_count or (sizes != sizes[0]).any():
@@ -115,7 +115,7 @@ def _values(kind: pa.DataType, array: pa.Array) -> RowGetter:
         return lambda rows: [value.reshape(shape).permute(order) for value in give(rows)]
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    if _is_number(kind):
+    if is_number(kind):
         return _numbers(array)
     if _is_list(kind):
         return _lists(array)
@@ -173,9 +173,9 @@ def _lists(array: pa.Array) -> RowGetter:
     inner = innermost = array.type.value_type
     while _is_list(innermost):
         innermost = innermost.value_type
-    if not _is_number(innermost):
+    if not is_number(innermost):
         return functools.partial(_one_by_one, array, _plain)
-    if not _is_number(inner) or array.values.null_count:  # nested lists, and lists with missing values
+    if not is_number(inner) or array.values.null_count:  # nested lists, and lists with missing values
         return functools.partial(_one_by_one, array, lambda scalar: _tensor(scalar.values))
     numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
     sizes = np.diff(starts)
@@ -208,7 +208,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 

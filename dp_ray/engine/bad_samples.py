@@ -19,7 +19,7 @@ from dp_ray.engine.items import PassthroughSample, Plain, SampleReader
 from dp_ray.engine.user_code import error_text
 from dp_ray.errors import Error, JobError
 from dp_ray.plan.split import Shard
-from dp_ray.text import hide
+from dp_ray.text import a_kind, hide
 
 ItemForm: TypeAlias = Any  # the structure and shapes of an item, as JSON values
 CollateFn: TypeAlias = Callable[[list[Any]], Any]
@@ -228,7 +228,7 @@ def item_form(item: Any) -> ItemForm:
         return {hide(str(key)): item_form(item[key]) for key in item}
     if isinstance(item, list | tuple):
         return [item_form(value) for value in item]
-    return f"a {type(item).__qualname__}"
+    return a_kind(item)
 
 
 def not_finite(item: Any) -> str:

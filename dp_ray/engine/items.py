@@ -16,7 +16,7 @@ from dp_ray.errors import DataError, Error
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices, mixture_of
 from dp_ray.tensors.tree import is_plain
-from dp_ray.text import did_you_mean, encodable, listed
+from dp_ray.text import a_kind, did_you_mean, encodable, listed
 
 PickedKeys: TypeAlias = str | Sequence[str]
 
@@ -149,7 +149,7 @@ def _plain(key: str, value: Any) -> Plain:
         return plain  # type: ignore[no-any-return]
     size = f" of size {list(value.shape)}" if isinstance(value, torch.Tensor | np.ndarray) else ""
     may_be = "numbers, text, truth values, None and lists of these"
-    raise DataError(f"outputs.carry: {key!r} is a {type(value).__qualname__}{size}; what can be carried are {may_be}")
+    raise DataError(f"outputs.carry: {key!r} is {a_kind(value)}{size}; what can be carried are {may_be}")
 
 
 def collate_passthrough(
@@ -226,7 +226,7 @@ class SampleReader:
             items = many(list(indices))
         if isinstance(items, list | tuple) and len(items) == len(indices):
             return items  # type: ignore[return-value]
-        got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
+        got = f"{len(items)} items" if isinstance(items, list | tuple) else f"{a_kind(items)}"
         must = "it must give a list of one item for each"
         raise DataError(f"{self.name}'s __getitems__ gave {got} for {samples}: {must}")
 

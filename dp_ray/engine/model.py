@@ -29,7 +29,7 @@ from dp_ray.job.targets import bind, build, check_gives, resolve
 from dp_ray.plan.costs import PlacedBlock
 from dp_ray.tensors.changed import digests
 from dp_ray.tensors.files import is_sharded, local, overlaps
-from dp_ray.text import listed
+from dp_ray.text import a_kind, listed
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
@@ -98,7 +98,7 @@ def check_model(spec: Any) -> None:
         check_gives("model", named, nn.Module, "torch.nn.Module")
         bind("model", target_with_devices(spec, ()))
     elif not isinstance(spec, nn.Module):
-        raise JobError(f"model: must be a torch.nn.Module, got a {type(spec).__qualname__}")
+        raise JobError(f"model: must be a torch.nn.Module, got {a_kind(spec)}")
 
 
 def as_module(model: object) -> nn.Module:

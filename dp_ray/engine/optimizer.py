@@ -22,7 +22,7 @@ from dp_ray.job.targets import bind, check_gives, resolve
 from dp_ray.plan.costs import num_scheduled, too_short
 from dp_ray.plan.split import Split
 from dp_ray.tensors.files import is_dense, is_sharded, laid_out, overlaps
-from dp_ray.text import did_you_mean, listed
+from dp_ray.text import a_kind, did_you_mean, listed
 
 
 def build_optimizer(
@@ -103,7 +103,7 @@ def check_optimizer(spec: Any) -> None:
         )
     if isinstance(spec, list | tuple):
         raise JobError(
-            f"optimizer: is a {type(spec).__qualname__} of {len(spec)}, and a job has one; give parts of the model "
+            f"optimizer: is {a_kind(spec)} of {len(spec)}, and a job has one; give parts of the model "
             "args of their own in optimizer.groups, like [{match: head, args: {lr: 0.01}}]; several optimizers, "
             "as of a GAN, need a loop of your own (docs/loops.md)"
         )

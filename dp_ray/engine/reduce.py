@@ -108,7 +108,11 @@ class ShardLoss(nn.Module):
         self.result.row = row_of(measured, self._device)
         self.result.step_output = step_output
         if not loss.sum.requires_grad:
-            raise ModelError("the loss does not depend on any parameter that is trained")
+            trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
+            raise ModelError(
+                f"the loss does not depend on any parameter that is trained ({listed(trained)}): the forward does "
+                "not use them, or detaches what it computes with them"
+            )
         return loss.sum
 
 
@@ -359,6 +363,11 @@ class UnusedParameters:
                 parameter.requires_grad_()  # the forward that lets it thaw has not run here
         if self._known is None:
             self._known = set(nowhere)
+            if self._finds == "auto" and nowhere:
+                self._say(
+                    f"step {step}: no shard used {listed(nowhere)}, so the training does not change that; if it is "
+                    "meant, find_unused_parameters: true leaves this line out"
+                )
         elif self._finds == "auto" and (new := [name for name in nowhere if name not in self._known]):
             self._finds = True
             self._say(

@@ -39,7 +39,7 @@ from dp_ray.tensors.tree import (
     unflatten,
     why_no_rows,
 )
-from dp_ray.text import did_you_mean
+from dp_ray.text import a_kind, did_you_mean
 
 AFTER = "outputs.after"
 WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
@@ -151,7 +151,7 @@ def check_after(target: Any) -> None:
     """Raise JobError if what `outputs.after` names cannot be imported, called, or called with its args."""
     after = resolve(AFTER, target) if isinstance(target, Target) else target
     if not callable(after):
-        raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(after).__qualname__}")
+        raise JobError(f"{AFTER}: must be a function of the outputs, got {a_kind(after)}")
     if not isinstance(target, Target):  # an object of the user's is called as it is
         return
     if isinstance(after, type):  # it gets its args alone, and its object the outputs
@@ -176,7 +176,7 @@ def _after_of(job: Job, device: torch.device) -> Any:
     seed_all(derive_seed(job.seed, "after"))  # the weights of a module are the same on all workers
     made = built(AFTER, target)
     if not callable(made):
-        raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(made).__qualname__}")
+        raise JobError(f"{AFTER}: must be a function of the outputs, got {a_kind(made)}")
     return copy.deepcopy(made).to(device).eval() if isinstance(made, nn.Module) else made
 
 

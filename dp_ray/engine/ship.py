@@ -10,6 +10,7 @@ pickle, is taken apart and put together again.
 import copyreg
 import enum
 import functools
+import importlib
 import io
 import logging
 import os
@@ -31,6 +32,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from torch.utils.hooks import RemovableHandle
 
 from dp_ray.errors import JobError
+from dp_ray.text import a_kind
 
 IN_LINE_BYTES = 1 << 15  # of memory that is as fast to ship with the bytes
 STORAGES = (UntypedStorage, TypedStorage)
@@ -167,8 +169,10 @@ def refused(key: str, value: Any, error: Exception, dump: Callable[[Any], object
     if isinstance(value, nn.Module):
         what = f"{what_fails(value, dump)} cannot be pickled"
     else:
-        name, *_ = part_that_fails(value, dump) or ("",)
+        name, part, _ = part_that_fails(value, dump) or ("", None, None)
         what = f"its attribute {name} cannot be pickled" if name else "cannot be pickled"
+        if name and isinstance(part, type | types.FunctionType):  # a target that the caller gave as an object
+            what = f"{part.__qualname__}, with what its code reads, cannot be pickled"
     advice = "give a function that makes it, like 'module:function', which each worker calls for itself"
     return JobError(f"{key}: {what}: {type(error).__name__}: {error}; {advice}")
 
@@ -219,7 +223,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, type | types.FunctionType | torch.Tensor):
         with suppress(Exception):  # as above
             state = value.__getstate__()
-            yield from ((f".{key}", inner) for key, inner in (state if isinstance(state, dict) else {}).items())
+            state = state if isinstance(state, dict) else {}
+            if state.get("__dict__") is vars(value):  # as a model of pydantic has it
+                state = vars(value)
+            yield from ((f".{key}", inner) for key, inner in state.items())
 
 
 class Apart:
@@ -269,6 +276,8 @@ def reduced(value: Any) -> Any:
         return _tensor(value)
     if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
         return _bare, (parametrize.type_before_parametrizations(value),), vars(value), None, None, _parametrize
+    if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+        return importlib.import_module, (value.__name__,)  # torch.backends has modules of classes of its own
     if type(value) is weakref.ref and value() is not None:
         return weakref.ref, (value(),)
     return NotImplemented
@@ -287,7 +296,7 @@ def _tensor(tensor: torch.Tensor) -> Any:
         made = (type(tensor), tensor.data, tensor.requires_grad)
         return _parameter, made, state if any(state) else None, None, None, _set_state
     if hooks:
-        raise pickle.PicklingError(f"a hook of a {type(tensor).__qualname__} that is no parameter")
+        raise pickle.PicklingError(f"a hook of {a_kind(tensor)} that is no parameter")
     return NotImplemented
 
 

@@ -45,7 +45,7 @@ from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_sharded, moved_batch
 from dp_ray.tensors.scatter import rows_dim
 from dp_ray.tensors.tree import flatten
-from dp_ray.text import listed
+from dp_ray.text import a_kind, listed
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
 
@@ -238,7 +238,7 @@ def what_it_is(value: Any) -> str:
     """Return what a loss or step returned, in words."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of size {list(value.shape)}" if value.ndim else "one number"
-    return f"a {type(value).__qualname__}"
+    return a_kind(value)
 
 
 Step: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -300,9 +300,14 @@ def build_step(job: Job, world: World) -> Step:
         except (Exception, SystemExit) as error:
             # A loss that takes no mapping names its class.
             is_of_mapping = isinstance(outputs, Mapping) and type(outputs).__name__ in str(error)
-            advice = (
-                f"; leave loss out, and write a step, which picks what it takes{OWN_MEAN}" if is_of_mapping else ""
-            )
+            advice = ""
+            if is_of_mapping:
+                advice = f"; leave loss out, and write a step, which picks what it takes{OWN_MEAN}"
+            elif isinstance(error, TypeError) and "required positional argument" in str(error):
+                advice = (
+                    "; a loss gets (outputs, target) alone: leave it out, and write a step(model, batch), which "
+                    "calls it with what it takes, one of torch's with reduction='none'"
+                )
             raise_as(error, "loss", lambda _: describe_compared(outputs, target) + advice)
 
     plain_step.__wrapped__ = loss  # type: ignore[attr-defined]  # what `modules_in` looks for
@@ -343,8 +348,6 @@ def model_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -
     """Return a hint for an error of a model: what to change, if that is known, else what it got."""
     if known := mixed_devices(model, error) or shards_hint(error) or gradients_hint(error):
         return known
-    if "Expected more than 1 value per channel" in str(error):  # of a BatchNorm
-        return "; this shard has one row: choose batch_size and shards so that each has two"
     may_be_of_dict = isinstance(error, TypeError) or f"{type(inputs).__qualname__!r} object" in str(error)
     if may_be_of_dict and isinstance(inputs, Mapping) and call == "auto":
         return f"; the model got one dict: to pass its keys as keywords, set call: kwargs{describe_input(inputs)}"
@@ -501,6 +504,8 @@ class ModelInputs:
             advice = f"name keys of its items, like inputs: [x] and target: y {picks}; or "
         elif isinstance(batch, tuple | list) and len(batch) > 2:
             advice = "a model of several inputs takes items like ((a, b), target); or "
+            if self._job.inputs == "all":
+                advice = f"inputs: all gives the model all of an item, but the target is the second of two: {advice}"
         raise DataError(
             f"task {self._job.task} needs items that are (inputs, target), got a batch of {self._described(batch)}; "
             f"{advice}write a step{OWN_MEAN}"

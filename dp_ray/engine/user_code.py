@@ -16,10 +16,10 @@ import torch
 
 from dp_ray.engine.world import Cause, Trouble, failed_collective, passes, text_of
 from dp_ray.errors import DataError, Error, JobError, ModelError
-from dp_ray.plan.split import Shard, chunk_sizes
+from dp_ray.plan.split import Shard, chunk_sizes, num_filled
 from dp_ray.system.linux import full_memory
 from dp_ray.tensors.tree import sizes
-from dp_ray.text import counted, listed
+from dp_ray.text import SHOWN, a_kind, counted, listed
 
 if TYPE_CHECKING:
     from dp_ray.job.job import Job
@@ -151,7 +151,7 @@ def dtypes_and_sizes(value: Any) -> str:
     if isinstance(value, tuple | list):
         parts = [dtypes_and_sizes(part) for part in value[:4]]
         return "(" + ", ".join([*parts, "..."] if len(value) > 4 else parts) + ")"
-    return f"a {type(value).__qualname__}"
+    return a_kind(value)
 
 
 CHANGES = "set one of: "  # in an error of memory that says what to change
@@ -180,7 +180,9 @@ class ShardSize(NamedTuple):
 
 @contextmanager
 def advised(job: "Job", where: str, size: ShardSize | None) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into a ModelError that says what to change.
+    """Turn an error of the block that depends on the rows of a shard into a ModelError that says what to change.
+
+    It is one of memory, or of a BatchNorm that got a single row.
 
     `where` is the step. `size` is None if the memory does not depend on the rows. An error that says so already
     passes.
@@ -193,10 +195,36 @@ def advised(job: "Job", where: str, size: ShardSize | None) -> Iterator[None]:
 
 def raise_advised(error: RuntimeError | ModelError, job: "Job", where: str, size: ShardSize | None) -> NoReturn:
     """Raise what `advised` raises for an error: for the code of each step, where a block costs time."""
+    if ONE_VALUE in str(error) and size is not None and size.rows and NEEDS_TWO not in str(error):
+        raise ModelError(f"{str(error).rstrip('.')}; {two_rows_each(job, size)}") from error
     if not is_out_of_memory(error) or CHANGES in str(error):
         raise error
     text = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"
     raise ModelError(f"{text.rstrip('.')}; {advice(job, size)}") from error
+
+
+ONE_VALUE = "Expected more than 1 value per channel"  # what a BatchNorm raises
+NEEDS_TWO = "a BatchNorm needs two rows in each shard"
+
+
+def two_rows_each(job: "Job", size: ShardSize) -> str:
+    """Return how a batch is cut whose last shard has one row, and the nearest numbers of shards without such."""
+    rows = [count for count in chunk_sizes(size.batch_rows, size.shards) if count]
+    cut = listed(rows) if len(rows) <= SHOWN else f"{rows[0]}, ..., {rows[-1]}"
+    says = f"{NEEDS_TWO}: {counted(size.batch_rows, 'row')} in {counted(size.shards, 'shard')} are {cut}"
+    if rows[-1] > 1:
+        return f"{NEEDS_TWO}, and this one has a single row, as the others were left out"
+
+    def fits(shards: int) -> bool:
+        batches = {size.batch_rows, *([job.batch_size] if size.key == "batch_size" else [])}
+        of_last = [each - (num_filled(each, shards) - 1) * -(-each // shards) for each in batches]
+        return min(of_last) > 1 and num_filled(max(batches), shards) == shards
+
+    fewer = next(filter(fits, range(size.shards - 1, max(1, job.max_workers) - 1, -1)), None)
+    more = next(filter(fits, range(size.shards + 1, size.batch_rows // 2 + 1)), None)
+    if would := [str(each) for each in (fewer, more) if each is not None]:
+        return f"{says}; set shards: {' or '.join(would)}, or another {size.key}"
+    return f"{says}; set another {size.key}, or drop_last: true to leave a short last batch out"
 
 
 def batch_hint(error: BaseException, batch: Any) -> str:

@@ -44,6 +44,7 @@ from dp_ray.tensors.tree import (
     unflatten,
     why_no_rows,
 )
+from dp_ray.text import a_kind
 
 OUTPUTS = "0"  # the path of the outputs in (outputs, target)
 LEAVE_OUT = "leave it out of what the model returns, or step"
@@ -79,7 +80,7 @@ def built_metric(name: str, metric: Any) -> Any:
     """
     found = built(f"metrics.{name}", metric)
     if isinstance(metric, Target) and not callable(found) and not keeps_state(found):
-        raise JobError(f"metrics.{name}: must be a function of (outputs, target), got a {type(found).__qualname__}")
+        raise JobError(f"metrics.{name}: must be a function of (outputs, target), got {a_kind(found)}")
     return found
 
 
@@ -213,7 +214,7 @@ def merged_batch(own: Sequence[ShardOutput], device: torch.device, batches: Whol
         with_graph = [path for path, leaf in tensors.items() if leaf.requires_grad]
         number = output.shard.shard  # makes objects, which are not sent, others in each shard
         constants = {
-            key: value if _is_plain(value) else f"a {type(value).__qualname__} of shard {number}"
+            key: value if _is_plain(value) else f"{a_kind(value)} of shard {number}"
             for key, value in constants_of(form).items()
         }
         lists = [".".join(map(str, keys)) for keys, node in all_nodes(form) if _is_list(node, output.shard.rows)]

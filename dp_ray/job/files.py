@@ -20,7 +20,7 @@ from pydantic_core import core_schema
 from dp_ray.errors import JobError
 from dp_ray.job.args import inner_path
 from dp_ray.job.job import Job
-from dp_ray.text import hide
+from dp_ray.text import a_kind, hide
 
 
 def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
@@ -68,7 +68,7 @@ def job_from(job: Job | str | os.PathLike[str] | None, keys: Mapping[str, Any]) 
         return job if job.name and not keys else Job.make({**own, **keys}, by_time)
     if not isinstance(job, str | os.PathLike):
         raise JobError(
-            f"job: must be a Job or the path of a job file, got a {type(job).__qualname__}; the keys of a job are "
+            f"job: must be a Job or the path of a job file, got {a_kind(job)}; the keys of a job are "
             "keywords: dp_ray.run(**keys)"
         )
     return load_job(Path(job), keys)

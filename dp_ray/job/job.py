@@ -32,6 +32,7 @@ from dp_ray.text import counted, hide, hide_in
 
 LONGEST_NAME = 200  # of a run: systems of files have 255, and other files have the run's name and more
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
+METRIC = re.compile(rf"{NAME.pattern}(/{NAME.pattern})*")
 # What does in a loop of the user's what these keys do.
 IN_A_LOOP = {
     "loss": "give the function to step.backward(loss, of)",
@@ -104,8 +105,9 @@ class MeasuringKeys(JobKeys):
     def _of_metrics(self) -> Iterator[str]:
         """Yield metrics whose name is taken, and names of metrics that nothing measures."""
         for name in self.metrics:
-            if not NAME.fullmatch(name) or name == "loss":
-                yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
+            if not METRIC.fullmatch(name) or name == "loss":
+                letters = "letters, digits, '.', '_' and '-', or several joined by '/', like val/iou"
+                yield f"metrics.{name}: must be a name of {letters}; and other than 'loss'"
             elif self.task == "train" and is_taken(name):
                 yield f"metrics.{name}: is a column of the history, like {', '.join(COLUMNS)} and eval_...; rename it"
         for evaluation in self.evaluations:

@@ -329,7 +329,7 @@ class CheckpointKeys(Strict):
     """Write a checkpoint every so many seconds. null: never by the clock. auto: every 300 s; without `every_steps`
     also at each epoch's end, and more often if that costs at most 1 % of the time."""
     keep: PositiveInt = 2
-    """How many checkpoints are kept: the newest ones."""
+    """How many checkpoints are kept: the newest ones. With `best` the best one is kept beside them."""
     best: Annotated[Best, BeforeValidator(_metric, json_schema_input_type=str | Best)] | None = None
     """Also keep the best weights, `best.safetensors`: by `eval_loss`, or `{metric: eval_accuracy, mode: max}`. The
     search for the best starts again if metric or mode change."""
@@ -826,8 +826,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     sync_batchnorm: bool = False
     """BatchNorm over the whole global batch, for GPUs only. Needs a worker for each shard."""
     find_unused_parameters: Literal["auto"] | bool = "auto"
-    """Whether the model may leave parameters unused. auto: yes; a line names what no shard uses in a later step.
-    true: without that line. false: it is an error."""
+    """Whether the model may leave parameters unused. auto: yes; a line names what no shard uses in the first
+    step, or newly in a later one. true: without these lines. false: it is an error."""
     bucket_cap_mb: Annotated[float, Field(gt=0)] | None = None
     """Megabytes of gradients that several workers sum at once, while the backward goes on, as in torch's DDP. null:
     torch's own, which is 25 after a first one of 1."""

@@ -21,7 +21,7 @@ from dp_ray.plan.history import LOSS_OF, ROWS_OF
 from dp_ray.plan.mixture import Mixture, MixtureOrder
 from dp_ray.plan.order import BlockOrder, Ints, Order, blocks_held
 from dp_ray.plan.split import Shard, Work
-from dp_ray.text import counted
+from dp_ray.text import a_kind, counted
 
 JobOrder: TypeAlias = Order | BlockOrder | MixtureOrder
 
@@ -66,7 +66,7 @@ def block_rows_of(job: Job, dataset: Any) -> Ints | None:
         return np.array([rows] * full + ([rest] if rest else []), np.int64)
     stated = getattr(dataset, "block_rows", None)
     if stated is None:
-        what = f"the dataset, a {type(dataset).__qualname__}, does not say what its blocks are"
+        what = f"the dataset, {a_kind(dataset)}, does not say what its blocks are"
         raise JobError(f"shuffle: blocks: {what}; say how many samples a block has: shuffle: {{block_rows: 1000}}")
     sizes = np.asarray(stated, np.int64)
     if sizes.ndim != 1 or (sizes < 0).any() or sizes.sum() != len(dataset):

@@ -20,7 +20,7 @@ from dp_ray.job.errors import SAMPLER
 from dp_ray.job.job import Job
 from dp_ray.job.keys import TARGET, Target, is_over_batch
 from dp_ray.system.process import importing_from_here
-from dp_ray.text import did_you_mean, listed
+from dp_ray.text import a_kind, did_you_mean, listed
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
@@ -99,7 +99,7 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
     check_dataset(key, dataset)
     if job.is_shuffled and getattr(dataset, "reads_forward", False):
         shuffles = "shuffle" if job.task == "train" else "order"
-        raise JobError(f"{shuffles}: a {type(dataset).__qualname__} is read in its own order; leave {shuffles} out")
+        raise JobError(f"{shuffles}: {a_kind(dataset)} is read in its own order; leave {shuffles} out")
     return dataset
 
 
@@ -107,7 +107,7 @@ def check_dataset(key: str, dataset: Any) -> None:
     """Raise JobError unless a dataset is map-style, and DataError if it is empty or has no length."""
     if isinstance(dataset, list | tuple) and dataset and all(map(_is_dataset, dataset)):
         raise JobError(
-            f"{key}: is a {type(dataset).__qualname__} of {len(dataset)} datasets, and a job has one; give a "
+            f"{key}: is {a_kind(dataset)} of {len(dataset)} datasets, and a job has one; give a "
             "function that joins them by torch's ConcatDataset, or mix them by weights (dp_ray.data.Mix)"
         )
     lacking = [name for name in ("__len__", "__getitem__") if not _has(dataset, name)]

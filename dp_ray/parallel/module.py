@@ -27,6 +27,7 @@ from dp_ray.serving.shipped import Wrapper, dumped_input
 from dp_ray.serving.wire import ForwardResult, Packed, unpacked
 from dp_ray.tensors.scatter import gather_leaves, num_rows, rows_dim
 from dp_ray.tensors.tree import Keys, TreeSpec, flatten, leaf_keys, sizes, unflatten
+from dp_ray.text import a_kind
 
 PREFIX = "module."
 MAX_WAITING = 64
@@ -79,7 +80,7 @@ class DataParallel(Wrapper):
         **keys: Any,
     ) -> None:
         if not isinstance(module, nn.Module):
-            got = f"the class {module.__qualname__}" if isinstance(module, type) else f"a {type(module).__qualname__}"
+            got = f"the class {module.__qualname__}" if isinstance(module, type) else a_kind(module)
             raise JobError(f"module: must be a torch.nn.Module that is made, got {got}")
         # A notebook's cell that is run twice wraps what it has wrapped.
         super().__init__(module.module if isinstance(module, DataParallel) else module)

@@ -26,7 +26,7 @@ EXPIRE_SECONDS = 30.0
 RENEW_SECONDS = 5.0
 TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
 LOOK_SECONDS = 0.5
-FAILED, ASKED = "it failed", "it was asked to stop"
+FAILED, ASKED, DONE = "it failed", "it was asked to stop", "it is done"
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def stop_run(run_dir: str, waits: bool, say: Callable[[str], None], again: bool 
     state = _state(run)
     if state.startswith(FAILED):
         raise Error(state)
-    return state
+    return "it came to its end before it could stop, and is done" if state == DONE else state
 
 
 def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], None], again: bool) -> str:
@@ -228,4 +228,4 @@ def _state(run: Storage) -> str:
         return error.removeprefix(f"{RunInterrupted.__name__}: ")
     if status == "failed":
         return f"{FAILED}: {error}"
-    return "it is done" if status == "done" else "it is unfinished; dp-ray report tells what it has kept"
+    return DONE if status == "done" else "it is unfinished; dp-ray report tells what it has kept"

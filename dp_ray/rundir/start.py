@@ -41,7 +41,7 @@ from dp_ray.rundir.files import (
 from dp_ray.rundir.weights import BEST, INDEXES, WEIGHTS, files_of, open_index, weights_name
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import TensorFile
-from dp_ray.text import listed
+from dp_ray.text import a_kind, listed
 
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
@@ -255,5 +255,5 @@ def read_torch(data: bytes, where: str) -> dict[str, Any]:
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise StorageError(f"{where}: is no file of weights that can be read without running code: {error}") from None
     if not isinstance(loaded, dict):
-        raise StorageError(f"{where}: holds a {type(loaded).__qualname__}, not a state_dict")
+        raise StorageError(f"{where}: holds {a_kind(loaded)}, not a state_dict")
     return loaded

@@ -20,6 +20,7 @@ from torch.autograd.forward_ad import unpack_dual
 from dp_ray.engine import ship
 from dp_ray.errors import DataError, ModelError
 from dp_ray.tensors.tree import TreeSpec, all_nodes, leaf_keys
+from dp_ray.text import a_kind
 
 USUAL_CONTAINERS = {None, tuple, list, dict}
 USUAL_VALUES = {type(None), bool, int, float, str}
@@ -73,7 +74,7 @@ def why_odd(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"a {type(tensor).__qualname__}"
+        return a_kind(tensor)
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor within a transform of torch.func, which cannot go to workers"
     if unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from dp_ray.job.targets import bind, resolve
 from dp_ray.rundir.history import FinishedStep
 from dp_ray.tasks.checkpoints import Training
 from dp_ray.tensors.files import is_sharded
+from dp_ray.text import a_kind
 
 Hook = Callable[["TrainingView"], object]
 
@@ -146,9 +147,7 @@ def make_hook(key: str, value: Any) -> Hook:
         bind(key, value, leading=1)  # checks the args
         return functools.partial(resolve(key, value), **value.args)
     if not callable(value):
-        raise JobError(
-            f"{key}: must be called with a view of the training, and a {type(value).__qualname__} cannot be"
-        )
+        raise JobError(f"{key}: must be called with a view of the training, and {a_kind(value)} cannot be")
     return value  # type: ignore[no-any-return]
 
 

@@ -44,7 +44,7 @@ from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, begun_training, place_training
 from dp_ray.tensors.files import is_dense
 from dp_ray.tensors.flat import as_bytes
-from dp_ray.text import listed
+from dp_ray.text import a_kind, listed
 
 
 def train_by_loop(context: Context) -> None:
@@ -72,7 +72,20 @@ def call_loop(loop: "Loop") -> None:
         except (Exception, SystemExit) as error:
             if error is not of_function or error is loop._error:
                 raise  # no mistake of the function's
-            raise_as(error, "loop")
+            raise_as(error, "loop", _hint)
+
+
+def _hint(error: BaseException) -> str:
+    """Return a hint for what code written for a plain loop meets: a step gives no batch, and a loss has no graph."""
+    text = str(error)
+    if isinstance(error, TypeError) and LoopStep.__name__ in text:
+        return "; the step has no batch for the loop: step.backward(loss, of) calls loss with each shard's batch"
+    if isinstance(error, RuntimeError) and "does not require grad and does not have a grad_fn" in text:
+        return (
+            "; step.backward(loss, of) runs the backward itself, and returns the mean loss without a graph: leave "
+            ".backward() out"
+        )
+    return ""
 
 
 class Loop:
@@ -129,7 +142,7 @@ class Loop:
         if any(update._given.optimizers[0] is optimizer for update in self._updates):
             raise JobError("run.optimizer: was called for this optimizer before; use the update that it returned")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise JobError(f"run.optimizer: takes a torch.optim.Optimizer, got a {type(optimizer).__qualname__}")
+            raise JobError(f"run.optimizer: takes a torch.optim.Optimizer, got {a_kind(optimizer)}")
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise JobError(
                 f"run.optimizer: the {type(scheduler).__qualname__} is of another optimizer, so it would change the "
@@ -373,7 +386,7 @@ class LoopStep:
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ModelError(f"step.log: {name} is a tensor of size {list(value.shape)}; log one number")
             if not isinstance(value, torch.Tensor | int | float) or getattr(value, "is_complex", bool)():
-                raise ModelError(f"step.log: {name} is a {type(value).__qualname__}; log one number")
+                raise ModelError(f"step.log: {name} is {a_kind(value)}; log one number")
             # A copy: the loop may change a tensor later in the step.
             self._logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
@@ -398,7 +411,7 @@ class LoopStep:
         model, step = self._model, self._of
         for name, function in (("loss", loss), ("over", over or loss)):
             if not callable(function):
-                raise ModelError(f"step.backward: {name} is a function, got a {type(function).__qualname__}")
+                raise ModelError(f"step.backward: {name} is a function, got {a_kind(function)}")
         modules = [of] if isinstance(of, nn.Module) else list(of)
         trained = model.trained_of(modules)
         label = f"pass {step.num_passes}: step.backward({name_of(loss)}, {listed(model.names_of(modules))})"
@@ -465,7 +478,7 @@ class PlainState:
     def __init__(self, name: str, value: Any) -> None:
         if not isinstance(value, dict | list):
             raise JobError(
-                f"run.state({name!r}): is a {type(value).__qualname__}; give an object with state_dict and "
+                f"run.state({name!r}): is {a_kind(value)}; give an object with state_dict and "
                 "load_state_dict, or a dict or list of plain values and tensors"
             )
         self._at, self._value = (name,), value

@@ -30,6 +30,7 @@ from torch.utils import _pytree
 
 from dp_ray.errors import Error, ModelError
 from dp_ray.tensors.flat import as_bytes
+from dp_ray.text import a_kind
 
 Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
 IsWhole: TypeAlias = Callable[[Any], bool]
@@ -490,7 +491,7 @@ def _require_plain(value: Any, keys: Keys) -> Any:
     if is_plain(value):
         return value
     advice = "return tensors, arrays, strings, numbers or None"
-    raise ModelError(f"output{quoted(keys)} holds a {type(value).__qualname__}, not for JSON: {advice}")
+    raise ModelError(f"output{quoted(keys)} holds {a_kind(value)}, not for JSON: {advice}")
 
 
 def _container(kind: NodeKind, name: str, keys: Keys) -> tuple[NodeKind, type[Any]]:

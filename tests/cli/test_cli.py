@@ -137,6 +137,8 @@ def test_overwrite_never_removes_what_is_no_run(
             "takes no 'input', but input_size, output_size",
         ),
         (["plan", "jobs/tutorial.yaml", "--set", "dataset.args.length=0"], 1, "RandomDataset is empty"),
+        (["status"], 2, "Missing option '--address', like http://HEAD:8265: status shows what was submitted"),
+        (["status", "digits"], 2, "dp-ray list shows the runs in a storage, dp-ray report RUN_DIR one of them"),
         (["report", "nowhere"], 1, "nowhere: holds no result.json"),
         (["--help"], 0, ""),
     ],

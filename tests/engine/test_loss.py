@@ -40,6 +40,7 @@ def test_rows_elements_and_sums_with_weights(value: Any, total: float, weight: f
         (torch.ones(1), r"a tensor of size \[1\] for a shard of 7 rows"),
         (None, "returned a NoneType; it must return one number for each row"),
         (3.5, "returned a float"),
+        (3, "returned an int"),
         ((torch.ones(7), torch.ones(7)), r"a pair of a tensor of size \[7\] and"),
         ((torch.ones(()), "many"), "and a str"),
     ],

@@ -390,6 +390,29 @@ def test_what_cannot_be_pickled_is_named_on_any_number_of_workers(tmp_path: Path
     assert not any(tmp_path.iterdir())
 
 
+def test_a_class_whose_code_reads_a_module_of_torch_or_what_cannot_be_pickled() -> None:
+    """torch.backends.mkldnn is a module of a class of its own, which cloudpickle refuses."""
+    names: dict[str, Any] = {"__name__": "__main__", "nn": nn, "mkldnn": torch.backends.mkldnn}
+    names["lock"] = threading.Lock()
+    exec("class Net(nn.Linear):\n def forward(self, x): return super().forward(x) * mkldnn.is_available()\n", names)
+    exec("class Locked(nn.Linear):\n def forward(self, x): return x if lock else None\n", names)
+    net = shipment(names["Net"], PICKLER).load()
+    assert net.forward.__globals__["mkldnn"] is torch.backends.mkldnn
+    job = {"dataset": training.Pairs(4), "batch_size": 1, "model": names["Locked"]}
+    with pytest.raises(
+        JobError, match=r"model: Locked, with what its code reads, cannot be pickled: TypeError: .*lock"
+    ):
+        check_can_be_shipped(Job.make({**job, "model_args": {"in_features": 6, "out_features": 3}}, "run"))
+    job["model"] = {"target": Opened, "args": {"inner": {"lock": names["lock"]}}}
+    with pytest.raises(JobError, match=r"model: its attribute args\['inner'\]\['lock'\] cannot be pickled"):
+        check_can_be_shipped(Job.make(job, "run"))
+
+
+class Opened(nn.Identity):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+
+
 @pytest.mark.full
 @pytest.mark.ray
 def test_workers_on_ray_get_the_hooks_of_a_callers_object(run_in_session: Any) -> None:

@@ -229,12 +229,42 @@ def plateau_of_a_function(optimizer: torch.optim.Optimizer, **args: Any) -> Redu
     return ReduceLROnPlateau(optimizer, **args)
 
 
-def test_batch_norm_on_a_shard_of_one_row_is_told_what_to_change(tmp_path: Path) -> None:
-    with pytest.raises(ProcessExit, match=r"this shard has one row: choose batch_size and shards"):
-        run_group(
-            job_of({"target": "tests.engine.test_trainer:norms"}, workers=1, shards=4, batch_size=5, epochs=1),
-            tmp_path,
-        )
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({}, "step 0, shard 5: model raised"),
+        ({"step": "tests.engine.test_trainer:own_step"}, "step 0, shard 5: step raised"),
+        ({"loop": "tests.engine.test_trainer:own_loop"}, "step 0, shard 5: own_loop.<lambda> raised"),
+        (
+            {"shards": 15, "batch_size": 29},
+            "29 rows in 15 shards are 2, ..., 1; set shards: 10, or another batch_size",
+        ),
+        ({"shards": 3, "batch_size": 100, "workers": 2}, "set another batch_size, or drop_last: true"),
+    ],
+)
+def test_batch_norm_on_a_shard_of_one_row_is_told_what_to_change(
+    tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    given = {"workers": 1, "shards": 6, "batch_size": 16, "epochs": 1, **keys}
+    if "loop" in keys:
+        given |= {"loss": None, "optimizer": None}
+    elif "step" in keys:
+        given["loss"] = None
+    with pytest.raises(ProcessExit) as raised:
+        run_group(job_of({"target": "tests.engine.test_trainer:norms"}, **given), tmp_path)
+    assert says in str(raised.value) and "a BatchNorm needs two rows in each shard: " in str(raised.value)
+    if given["batch_size"] == 16:
+        assert "16 rows in 6 shards are 3, 3, 3, 3, 3, 1; set shards: 4 or 8, or another" in str(raised.value)
+
+
+def own_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def own_loop(run: Any) -> None:
+    run.optimizer(torch.optim.SGD(run.model.parameters(), lr=0.1))
+    for step in run.steps():
+        step.backward(lambda batch: own_step(run.model, batch), run.model)
 
 
 def norms() -> nn.Module:

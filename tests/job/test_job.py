@@ -139,6 +139,16 @@ def test_a_metric_that_has_the_name_of_a_column_is_refused(name: str) -> None:
     assert make(**{**TRAIN, "task": "evaluate"}, metrics={name: "a:m"}).metrics
 
 
+@pytest.mark.parametrize("name", ["/iou", "val/", "val//iou", "../iou", "val/../iou", "val iou", "loss", "val/-x"])
+def test_a_metric_has_a_name_or_several_joined_by_slashes(name: str) -> None:
+    with pytest.raises(JobError, match=r"must be a name of letters, .* joined by '/', like val/iou; and other than"):
+        make(**TRAIN, metrics={name: "a:m"})
+    assert make(**TRAIN, metrics={"val/iou": "a:m", "a/b-1/c.d": "a:m"}).eval_names[1:] == (
+        "eval_val/iou",
+        "eval_a/b-1/c.d",
+    )
+
+
 def test_the_names_that_are_refused_are_the_historys() -> None:
     assert set(history_schema(["loss"], ["epoch_loss"]).names) == set(COLUMNS)
 
@@ -155,7 +165,7 @@ def test_a_watched_metric_is_measured_or_an_element_of_one() -> None:
 
 @pytest.mark.parametrize("given", [{"task": "predict"}, 5, ["job.yaml"]])
 def test_what_is_no_job_is_told(given: Any) -> None:
-    with pytest.raises(JobError, match=rf"got a {type(given).__name__}; the keys of a job are keywords"):
+    with pytest.raises(JobError, match=rf"got an? {type(given).__name__}; the keys of a job are keywords"):
         job_from(given, {})
 
 

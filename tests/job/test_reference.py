@@ -91,6 +91,7 @@ def test_every_error_has_its_part_and_its_exit_status() -> None:
         ("optimizer.groups[].match", ["text", "required"]),
         ("checkpoint.every_seconds", ["`auto`, a number from 0 up, `null`", "`auto`"]),
         ("checkpoint.best.mode", ["`min`, `max`", "`min`"]),
+        ("timeouts.rejoin", ["a number from 3 up", "`10`"]),
         ("timeouts.capacity", ["a number above 0, `null`", "`600`"]),
         ("devices", ["a list of text, `null`", "`null`"]),
     ],

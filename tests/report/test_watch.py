@@ -30,6 +30,7 @@ from dp_ray.rundir.listing import watched
 from dp_ray.storage import Storage
 from dp_ray.tables import write_table
 from tests.support.builders import held_by, run_dir_of
+from tests.support.cli import status_of
 from tests.support.cluster import ROOT
 from tests.support.fresh import loaded_by
 from tests.support.trackers import wait_until
@@ -162,6 +163,15 @@ def test_a_finished_run_is_told_once(tmp_path: Path) -> None:
     assert line.startswith("one: done, 24/24 steps, ") and f"loss {result.metrics['loss']:.6g}" in line
 
 
+def test_a_mistyped_name_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claimed(tmp_path)
+    assert status_of(monkeypatch, "watch", str(tmp_path / "rum"), "--wait", "0.1") == 2
+    err = capsys.readouterr().err
+    assert f"rum: no run has begun there within 0.1 s; --wait sets how long; the runs there: {tmp_path}/run\n" in err
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_command_prints_lines_until_ctrl_c(tmp_path: Path) -> None:
@@ -177,7 +187,7 @@ def test_the_command_prints_lines_until_ctrl_c(tmp_path: Path) -> None:
         finally:
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    waited = f"{tmp_path / 'run'}: there is no run yet, and it is waited for\n"
+    waited = f"{tmp_path / 'run'}: there is no run yet, and it is waited for, 60 s\n"
     assert (process.returncode, err) == (130, f"{waited}\ninterrupted\n")
 
 

@@ -18,6 +18,7 @@ from dp_ray.errors import Error, JobError, RunInterrupted
 from dp_ray.rundir.files import RUN_JSON
 from dp_ray.rundir.lease import LEASE_JSON, REQUEST, leave_request, stop_run, take_request
 from dp_ray.storage import Storage
+from tests.support.builders import held_by, run_dir_of
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
 from tests.support.drivers import SLOW, told
@@ -121,6 +122,20 @@ def test_a_run_that_does_not_run_cannot_be_stopped(
     with pytest.raises(JobError, match="is not running: there is no run"):
         stop_run(str(tmp_path / "none"), True, print)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_run_that_ends_before_it_could_stop_is_told_so(tmp_path: Path) -> None:
+    made = run_dir_of(tmp_path)
+    said: list[str] = []
+    told: list[str] = []
+    stopping = threading.Thread(target=lambda: told.append(stop_run(made.storage.location, True, said.append)))
+    with held_by(made):
+        stopping.start()
+        assert within(SECONDS, lambda: (tmp_path / "run" / REQUEST).exists())
+        (tmp_path / "run" / "result.json").write_text('{"status": "done"}')
+    stopping.join(SECONDS)
+    assert "to stop after its current step" in said[0]
+    assert told == ["it came to its end before it could stop, and is done"]
 
 
 @pytest.mark.full

@@ -462,7 +462,7 @@ def test_a_group_that_the_loop_adds_is_refused(tmp_path: Path) -> None:
         (lambda run, step, _: step.log(learning_rate_1=1.0), "learning_rate_1 is a column that each history has"),
         (lambda run, step, _: step.log(a=torch.tensor(1j)), "a is a Tensor; log one number"),
         (lambda run, step, _: step.backward(torch.ones(3), run.model), "loss is a function, got a Tensor"),
-        (lambda run, step, _: step.backward(of_generator, run.model, over=3), "over is a function, got a int"),
+        (lambda run, step, _: step.backward(of_generator, run.model, over=3), "over is a function, got an int"),
         (lambda run, step, _: step.gather(lambda batch: None), r"step 1: step.gather\(.*<lambda>\): no output"),
         (
             lambda run, step, _: step.gather(lambda batch: 1 / 0),
@@ -485,6 +485,28 @@ def test_a_wrong_call_is_told(tmp_path: Path, call: Any, says: str) -> None:
                 call(run, step, first)
 
     with pytest.raises(ModelError, match=says):
+        here(tmp_path, loop)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            lambda step, mean: mean.backward(),
+            r"RuntimeError: .*grad_fn; step\.backward\(loss, of\) runs the backward",
+        ),
+        (lambda step, _: list(step), r"not iterable; the step has no batch .* each shard's batch"),
+        (lambda step, _: step[0], r"not subscriptable; the step has no batch"),
+        (lambda step, _: int("x"), r"ValueError: invalid literal for int\(\) with base 10: 'x'$"),
+    ],
+)
+def test_what_a_plain_loop_does_is_answered_with_what_to_write(tmp_path: Path, body: Any, says: str) -> None:
+    def loop(run: Any) -> None:
+        run.optimizer(loops.sgd(run.model.generator))
+        for step in run.steps():
+            body(step, step.backward(lambda batch: of_generator(batch, run), run.model.generator))
+
+    with pytest.raises(ModelError, match=rf"loop raised .*{says}"):
         here(tmp_path, loop)
 
 
