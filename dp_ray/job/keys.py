@@ -212,7 +212,8 @@ class Loss(Compared, Reduced):
         if not isinstance(args, dict) or "reduction" not in args:
             return opened
         target, of_args = opened.get("target"), args["reduction"]
-        label, key = target if isinstance(target, str) else getattr(target, "__module__", ""), opened.get("reduction")
+        label = target if isinstance(target, str) else str(getattr(target, "__module__", ""))
+        key = opened.get("reduction")
         if not label.startswith("torch.nn") or "sum" not in (key, of_args):
             return opened
         if of_args not in ("none", key or of_args):

@@ -17,7 +17,8 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Note
 from dp_ray.plan.order import Order
-from dp_ray.rundir.history import FinishedStep
+from dp_ray.report.charts import charts_of
+from dp_ray.rundir.history import FinishedStep, history_so_far
 from dp_ray.tasks.held import Held
 from tests.support.group import StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.replays import replayed
@@ -403,6 +404,19 @@ def test_the_loss_of_each_source_is_a_sum_by_rows(tmp_path: Path) -> None:
     for row in history_of(tmp_path):
         of_sources = sum(row[f"loss_of_{name}"] * row[f"rows_of_{name}"] for name, _ in SOURCES)
         assert of_sources == pytest.approx(row["loss"], rel=1e-6)
+
+
+def test_the_page_draws_sums_apart_from_what_is_by_rows(tmp_path: Path) -> None:
+    def drawn(loss: Any) -> dict[str, list[str]]:
+        job = job_of("mlp", PAIRS, **{**KEYS, "loss": loss, "storage": str(tmp_path), "workers": 0})
+        result = dp_ray.run(job, quiet=True, overwrite=True)
+        charts = charts_of(history_so_far(result.storage()), job.describe())
+        return {chart.title: [each["name"] for each in chart.series] for chart in charts}
+
+    titles = drawn(SUM)
+    assert (titles["Loss"], titles["Loss by rows"]) == (["loss"], ["epoch_loss", "eval_loss"])
+    titles = drawn(SUM["target"])
+    assert titles["Loss"] == ["loss", "epoch_loss", "eval_loss"] and "Loss by rows" not in titles
 
 
 def test_a_job_of_python_says_it_beside_its_function(tmp_path: Path) -> None:
