@@ -62,11 +62,7 @@ class Target(Strict):
     @model_validator(mode="before")
     @classmethod
     def _opened(cls, values: Any) -> Any:
-        """Make a partial its function or class, and its keywords args."""
-        function = values.get("target") if isinstance(values, dict) else None
-        if not isinstance(function, functools.partial) or (keywords := _keywords(function)) is None:
-            return values
-        return {**values, "target": function.func, "args": {**keywords, **values.get("args", {})}}
+        return _without_partial(values)
 
     @model_validator(mode="after")
     def _checked(self) -> "Target":
@@ -113,6 +109,14 @@ class Target(Strict):
 def _is_called(value: Any) -> bool:
     """Return whether a Python object is called with args; other objects are used as they are."""
     return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
+
+
+def _without_partial(values: Any) -> Any:
+    """Return a target's values, of which a partial is its function or class, and its keywords are args."""
+    function = values.get("target") if isinstance(values, dict) else None
+    if not isinstance(function, functools.partial) or (keywords := _keywords(function)) is None:
+        return values
+    return {**values, "target": function.func, "args": {**keywords, **values.get("args", {})}}
 
 
 def _keywords(function: functools.partial[Any]) -> dict[str, Any] | None:
@@ -176,7 +180,7 @@ class Compared(Target):
     """A target that is a function of (outputs, target)."""
 
     EXAMPLE: ClassVar[str] = "torch.nn:CrossEntropyLoss"
-    AS_BEFORE: ClassVar = (("over", "shard"),)
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = (("over", "shard"),)
 
     over: Literal["shard", "batch"] = "shard"
     """What it sees at once. shard: the rows of a shard. batch: those of the whole global batch, of all workers, in
@@ -190,7 +194,7 @@ class Reduced(Target):
     """A target that gives the loss of a shard."""
 
     EXAMPLE: ClassVar[str] = "mine:step"
-    AS_BEFORE: ClassVar = (("reduction", "mean"),)
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = (("reduction", "mean"),)
 
     reduction: Literal["mean", "sum"] = "mean"
     """What the loss of the whole batch is. mean: that over its rows. sum: each shard gives a sum over its rows, or
@@ -201,13 +205,13 @@ class Reduced(Target):
 class Loss(Compared, Reduced):
     """The loss: a function of (outputs, target), or one of torch's."""
 
-    AS_BEFORE: ClassVar = (*Compared.AS_BEFORE, *Reduced.AS_BEFORE)
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = (*Compared.AS_BEFORE, *Reduced.AS_BEFORE)
 
     @model_validator(mode="before")
     @classmethod
     def _summed(cls, values: Any) -> Any:
         """Make the args `reduction: sum` of a loss of torch the key `reduction`; over the batch torch takes them."""
-        opened = cls._opened(values)
+        opened = _without_partial(values)
         args = opened.get("args") if isinstance(opened, dict) and opened.get("over") != "batch" else None
         if not isinstance(args, dict) or "reduction" not in args:
             return opened
