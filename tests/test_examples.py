@@ -158,7 +158,7 @@ def test_the_vae_is_plain_torchs_on_any_workers_and_learns(tmp_path: Path) -> No
     first, last = (
         row["eval_loss"] for row in result.history if row.get("eval_loss") is not None and row["epoch"] in (0, 7)
     )
-    assert last < 0.7 * first
+    assert last < 0.85 * first
 
 
 def trained_here(folder: Path, name: str, **keys: Any) -> dp_ray.Result:

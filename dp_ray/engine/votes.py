@@ -58,7 +58,7 @@ class Totals(NamedTuple):
         return torch.stack(rows)[:, :2].tolist() if rows else []
 
     @staticmethod
-    def means(row: Sequence[float], is_sum: bool) -> tuple[list[float | None], int]:
+    def means(row: Sequence[float], is_sum: bool = False) -> tuple[list[float | None], int]:
         """Return each measure's mean, None for a weight of 0, and the number of samples that were set aside.
 
         If the loss of a batch `is_sum`, that comes in place of its mean.
