@@ -74,6 +74,7 @@ JOBS = (
     ),
     Shown("bad_records", "[damaged samples](bad-records.md) are set aside, and the training goes on", EXAMPLES),
     Shown("simclr", "SimCLR: a loss that sees the whole batch", EXAMPLES),
+    Shown("vae", "a VAE: a loss that is [a sum over the batch](losses.md#a-sum-over-the-batch)", EXAMPLES),
     Shown(
         "detection", "a detector of torchvision: boxes in, and out", "tests/test_detection.py", needs="torchvision"
     ),

@@ -10,7 +10,7 @@ import torch
 
 import dp_ray
 from dp_ray.job.files import load_job
-from jobs import gpt, table, webdataset
+from jobs import gpt, table, vae, webdataset
 from jobs.augmented import Moved
 from jobs.bad_records import Damaged
 from jobs.characters import LETTERS, Characters, Gpt, of_run, written
@@ -130,6 +130,35 @@ def test_simclr_learns_to_find_the_other_view() -> None:
     before = found(model)
     by_plain_torch(model, 30)
     assert found(model) > 2 * before
+
+
+class Still(vae.Vae):
+    """A VAE that draws nothing."""
+
+    def drawn(self, mean: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
+        return mean
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_vae_is_plain_torchs_on_any_workers_and_learns(tmp_path: Path) -> None:
+    model, data = initial(Still), Digits("train")
+    optimizer, losses = torch.optim.Adam(model.parameters(), 0.003), []
+    for at in range(0, 1437, 128):
+        loss = vae.step(model, (data.images[at : at + 128], None))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    for workers in (1, 3):
+        keys = {"workers": workers, "epochs": 1, "shuffle": False, "model": "tests.test_examples:Still"}
+        run_group(job_of_file("vae.yaml", **keys), tmp_path / str(workers))
+        assert [row["loss"] for row in history_of(tmp_path / str(workers))] == pytest.approx(losses, rel=1e-4)
+    result = small_run(tmp_path, "vae", epochs=8)
+    first, last = (
+        row["eval_loss"] for row in result.history if row.get("eval_loss") is not None and row["epoch"] in (0, 7)
+    )
+    assert last < 0.85 * first
 
 
 def trained_here(folder: Path, name: str, **keys: Any) -> dp_ray.Result:

@@ -66,7 +66,7 @@ def build_metrics(job: Job, mixture: Mixture | None = None) -> tuple[Metrics, di
                 message_of(made)  # as after an evaluation; a user's __getstate__ may raise anything
             except Exception as error:
                 raise refused(f"metrics.{name}", made, error, message_of) from error
-    return Metrics(functions, job.batch_dim, mixture), states
+    return Metrics(functions, job.batch_dim, mixture, job.loss_is_sum), states
 
 
 def check_watched(job: Job, states: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Evaluation:
         """Leave out the metrics of the job that are not among these; the loss stays."""
         self.job = self.job.model_copy(update={"metrics": metrics})
         functions = {name: each for name, each in self.measures.functions.items() if name in metrics}
-        self.measures = Metrics(functions, self.job.batch_dim)
+        self.measures = Metrics(functions, self.job.batch_dim, is_sum=self.measures.is_sum)
         self.states = {name: each for name, each in self.states.items() if name in metrics}
         of_batch = self.over_batch.items()
         self.over_batch = {name: each for name, each in of_batch if name == "loss" or name in metrics}

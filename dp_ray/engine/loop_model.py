@@ -87,12 +87,13 @@ class LoopModel(TrainedModel):
                 parameter.requires_grad_(True)
 
     def pass_for(
-        self, loss: OfRows, over: Any, modules: Sequence[nn.Module], trained: dict[str, nn.Parameter]
+        self, loss: OfRows, over: Any, is_sum: bool, modules: Sequence[nn.Module], trained: dict[str, nn.Parameter]
     ) -> "LoopPass":
         """Return the pass of a place in the code and what it trains; it is made once."""
-        key = (_code_of(loss), _code_of(over) if over is not None else None, tuple(map(id, trained.values())))
+        code_of_batch = _code_of(over) if over is not None else None
+        key = (_code_of(loss), code_of_batch, is_sum, tuple(map(id, trained.values())))
         if key not in self.passes:
-            self.passes[key] = self.new_pass(modules, trained, over is not None)
+            self.passes[key] = self.new_pass(modules, trained, over is not None, is_sum)
         found: LoopPass = self.passes[key]
         return found
 
@@ -180,14 +181,20 @@ class LoopModel(TrainedModel):
 class LoopPass(Pass):
     """A pass of a loop: what it trains, and the sums of its gradients, which it adds to what is there.
 
-    `function` is the loop's, of a shard's batch, and `over` that of the merged outputs.
+    `function` is the loop's, of a shard's batch, and `over` that of the merged outputs. If it `is_sum`, the function
+    gives sums.
     """
 
     function: OfRows
     over: Callable[[Any, Any], Any] | None
 
     def __init__(
-        self, model: LoopModel, modules: Sequence[nn.Module], trained: dict[str, nn.Parameter], is_over_batch: bool
+        self,
+        model: LoopModel,
+        modules: Sequence[nn.Module],
+        trained: dict[str, nn.Parameter],
+        is_over_batch: bool,
+        is_sum: bool,
     ) -> None:
         placement = model.placement
         job, device = placement.job, placement.world.device
@@ -197,7 +204,7 @@ class LoopPass(Pass):
             of_batch = {"loss": lambda outputs, target: self.over(outputs, target)}  # type: ignore[misc]
             loss: ShardLoss = BatchLoss(called, self._called, Metrics({}), job, device, of_batch)
         else:
-            loss = ShardLoss(called, self._shard, Metrics({}), job, device)
+            loss = ShardLoss(called, self._shard, Metrics({}, is_sum=is_sum), job, device)
         super().__init__(model, loss, Gradients(trained))
         self._earlier: list[torch.Tensor | None] | None = None
 
@@ -232,7 +239,7 @@ class LoopPass(Pass):
         super().run(loaded, on_shard, number)
 
     def finish(self, totals: Totals, loaded: LoadedStep, is_empty: bool) -> None:
-        """Make the gradients those of the mean, and add what was there before; all None if the pass `is_empty`."""
+        """Make the gradients those of the loss, and add what was there before; all None if the pass `is_empty`."""
         trained, rows = self.gradients.trained.values(), loaded.whole.planned_rows
         if is_empty:
             for parameter in trained:

@@ -69,14 +69,13 @@ class ShardLoss(nn.Module):
 
     _step: Step
 
-    is_of_rows = True  # whether the pass divides its gradients by rows; else they are the whole batch's
-
     def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
         super().__init__()
         self.model = model
         self.__dict__["_step"] = step  # no submodule: DDP would sum the gradients of a step that is a module
         self.beside = modules_beside(job, step, measures.functions)
         self.measures = measures
+        self.is_of_rows = not measures.is_sum  # whether a pass divides its gradients by rows
         self._cast = nullcontext if job.precision == "fp32" else partial(autocast, job.precision, device)
         self._device = device
         self.bucket_cap_mb = job.bucket_cap_mb

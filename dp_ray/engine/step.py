@@ -3,7 +3,8 @@
 The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights. A sum
 of weight 0 counts as nothing, whatever it is: a mean over no labels, times 0, is NaN (`UsersPair`). A loss, and each
 metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`. One number for each class,
-or for each pair of rows, is an error: if its size does not show it, `tasks/preflight.py` asks.
+or for each pair of rows, is an error: if its size does not show it, `tasks/preflight.py` asks. With `reduction: sum`,
+a loss gives sums: the whole batch's loss is their sum, and the weight is the rows, for means over an epoch.
 """
 
 import copy
@@ -50,6 +51,9 @@ from dp_ray.text import a_kind, listed
 Compare: TypeAlias = Callable[[Any, Any], Any]
 
 
+LOSS = "the loss"
+
+
 class Weighted(NamedTuple):
     """The sum over a shard, a scalar tensor, and its weight."""
 
@@ -91,11 +95,13 @@ def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     A loss over the batch is built as it is. Raises JobError if it cannot be called, has parameters to train, or asks
     for a reduction that has no mean over the whole global batch.
     """
-    sees_all = is_over_batch(spec)
+    sees_all, is_sum = is_over_batch(spec), getattr(spec, "reduction", "mean") == "sum"
     if sees_all:
         loss = built("loss", spec)
+    elif isinstance(spec, Target):
+        loss = _from_target(spec, batch_dim, is_sum)
     else:
-        loss = _from_target(spec, batch_dim) if isinstance(spec, Target) else _unreduced(spec, batch_dim)
+        loss = _unreduced(spec, batch_dim, is_sum)
     if isinstance(loss, nn.Module):
         if any(parameter.requires_grad for parameter in loss.parameters()):
             advice = "return them beside its outputs, where they need no rows" if sees_all else "use step"
@@ -109,10 +115,10 @@ def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     return compare
 
 
-def _from_target(target: Target, batch_dim: int) -> Any:
+def _from_target(target: Target, batch_dim: int, is_sum: bool) -> Any:
     named = resolve("loss", target)
     if named in _AS_MODULES:
-        return _from_target(Target(target=f"torch.nn:{_AS_MODULES[named]}", args=target.args), batch_dim)
+        return _from_target(Target(target=f"torch.nn:{_AS_MODULES[named]}", args=target.args), batch_dim, is_sum)
     args = dict(target.args)
     is_torchs = getattr(named, "__module__", "").startswith("torch.nn.")
     if is_torchs and "reduction" in inspect.signature(named).parameters:
@@ -123,7 +129,7 @@ def _from_target(target: Target, batch_dim: int) -> Any:
             if args.get("reduction", "none") not in ("none", "mean"):
                 raise JobError(f"loss.args.reduction: {_means(args['reduction'])}")
             args["reduction"] = "none"
-    return _unreduced(built("loss", target.model_copy(update={"args": args})), batch_dim)
+    return _unreduced(built("loss", target.model_copy(update={"args": args})), batch_dim, is_sum)
 
 
 # The modules' means divide by the weights of the classes, and batchmean by the rows, so the functions must too.
@@ -134,25 +140,28 @@ _AS_MODULES: Mapping[Any, str] = {
 }
 
 
-def _unreduced(loss: Any, batch_dim: int) -> Any:
+def _unreduced(loss: Any, batch_dim: int, is_sum: bool) -> Any:
     """Return the job's own loss; one of torch's as a copy that does not reduce, since the object is the user's."""
     if inspect.isclass(loss) and issubclass(loss, _Loss):
         loss = loss()
     if not isinstance(loss, _Loss):
         return loss
-    if loss.reduction not in ("none", "mean", "batchmean"):
+    if loss.reduction not in ("none", "mean", "batchmean") and not (is_sum and loss.reduction == "sum"):
         raise JobError(f"loss: was made with reduction={loss.reduction!r}; {_means(loss.reduction)}")
     unreduced = copy.copy(loss)
     unreduced.reduction = "none"
     unreduced._buffers = dict(loss._buffers)  # which a move to a device changes
-    return functools.partial(_per_row, unreduced, batch_dim) if loss.reduction == "batchmean" else unreduced
+    is_of_rows = loss.reduction == "batchmean" and not is_sum
+    return functools.partial(_per_row, unreduced, batch_dim) if is_of_rows else unreduced
 
 
 def _means(reduction: Any) -> str:
+    if reduction == "sum":
+        return "for the sum over the whole batch set the key beside its target: loss: {target: ..., reduction: sum}"
     return (
         "the loss is the mean over the whole global batch, so that the split does not matter, and reduction cannot "
         f"be {reduction!r}; leave it out for the mean over all elements, or write a function that returns "
-        "(sum, rows) for the mean over the rows; both are smaller than the sum, so the learning rate may have to grow"
+        "(sum, rows) for the mean over the rows"
     )
 
 
@@ -176,8 +185,10 @@ def _of_classes(
     return summed
 
 
-def weighted_sum(value: Any, rows: int, what: str, hint: str = "") -> Weighted:
+def weighted_sum(value: Any, rows: int, what: str, hint: str = "", is_sum: bool = False) -> Weighted:
     """Return the sum and weight of what a loss or metric gave for a shard of `rows` rows; `what` names it in errors.
+
+    If it `is_sum`, it gave the sum, or numbers to sum up, and the weight is the rows: a pair is an error then.
 
     Raises ModelError if it is computed from shards of parameters (strategy: fsdp), or if it is one number for the
     whole shard, whose weight in the batch is unknown: the `hint` ends that error. Raises ModelError if its size does
@@ -185,9 +196,17 @@ def weighted_sum(value: Any, rows: int, what: str, hint: str = "") -> Weighted:
     `rows`. A pair that has a graph is returned as a `UsersPair`.
     """
     if isinstance(value, Weighted):
-        return value
+        return Weighted(value.sum, rows) if is_sum else value
     if any(map(is_sharded, value if isinstance(value, tuple | list) else [value])):
         raise ModelError(f"{what} returned a tensor of shards{OF_SHARDS}")
+    if is_sum:
+        if isinstance(value, torch.Tensor):
+            return Weighted(total_of(value), rows)
+        what_is = "a pair" if isinstance(value, tuple | list) and len(value) == 2 else what_it_is(value)
+        raise ModelError(
+            f"{what} returned {what_is}; with reduction: sum it returns a tensor, the sum over the shard's rows or "
+            "the numbers to sum up, and no weight; for a mean, (sum, weight), leave reduction out"
+        )
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
         if _is_number(total) and _is_number(weight):
@@ -205,10 +224,12 @@ def weighted_sum(value: Any, rows: int, what: str, hint: str = "") -> Weighted:
             f"{what} returned {what_it_is(value)}; it must return one number for each row, or (sum, weight)"
         )
     if value.ndim == 0 or value.numel() < min(rows, 2):
+        of_sums = ", set reduction: sum if it is a sum over its rows" if what == LOSS else ""
         raise ModelError(
             f"{what} returned {what_it_is(value)} for a shard of {rows} rows: the whole batch's mean cannot be made "
-            "of means over shards; return one number for each row (torch's losses: reduction='none'), or "
-            f"(sum, weight): for reduction='batchmean' (sum, rows), for a mean over n elements (loss * n, n){hint}"
+            "of means over shards; return one number for each row (torch's losses: reduction='none')"
+            f"{of_sums}, or (sum, weight): for reduction='batchmean' (sum, rows), for a mean over n elements "
+            f"(loss * n, n){hint}"
         )
     if value.numel() < rows or not (rows in value.shape or value.shape[0] % rows == 0):
         raise ModelError(
@@ -366,8 +387,15 @@ class Metrics:
     They follow the loss contract of `dp_ray.engine.step`.
     """
 
-    def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0, mixture: Mixture | None = None) -> None:
+    def __init__(
+        self,
+        functions: Mapping[str, Compare],
+        batch_dim: int = 0,
+        mixture: Mixture | None = None,
+        is_sum: bool = False,
+    ) -> None:
         self.functions = dict(functions)
+        self.is_sum = is_sum  # the loss of a batch, not a mean
         self.mixture = mixture  # of a training's dataset: the loss is measured by source, too
         self._batch_dim = batch_dim
 
@@ -383,7 +411,8 @@ class Metrics:
             raise ModelError(
                 "step returned a mapping without 'loss', which only an evaluation, or a loss over: batch, takes"
             )
-        return weighted_sum(step_output.loss, rows, "the loss", OWN_MEAN if step_output.compare is None else "")
+        hint = OWN_MEAN if step_output.compare is None else ""
+        return weighted_sum(step_output.loss, rows, LOSS, hint, self.is_sum)
 
     def __call__(self, step_output: StepOutput, rows: int) -> list[Weighted]:
         """Return the sum and weight of each metric of a shard of `rows` rows.
@@ -425,6 +454,8 @@ class Metrics:
         of_rows = [
             part.detach().movedim(dim, 0).reshape(rows, -1).sum(1, dtype=torch.float64) for part in (losses, every)
         ]
+        if self.is_sum:
+            of_rows[1] = torch.ones_like(of_rows[1])
         sums, counts = (torch.where(is_of, part, 0.0).sum(1).unbind() for part in of_rows)
         return [Weighted(total, count) for total, count in zip(sums, counts, strict=True)]
 

@@ -48,13 +48,14 @@ class Update(NamedTuple):
 
     `sums` are the row of its `Totals`. `learning_rate` is that of the first parameter group. `gradient_norm` is the
     norm of the whole batch's gradient before clipping. `stops` asks the worker to stop because one of the workers
-    asked for it; all workers get it after the same step.
+    asked for it; all workers get it after the same step. `is_sum`: see `Totals`.
     """
 
     sums: torch.Tensor
     learning_rate: float
     gradient_norm: torch.Tensor
     stops: bool
+    is_sum: bool = False
 
 
 class TrainedModel:
@@ -229,7 +230,7 @@ class TrainingStep:
         totals = stats.total()
         if is_first:
             self.totals, whole = totals, self.loaded.whole
-            # A loss over the batch is not divided by rows: its gradient is the whole batch's.
+            # A loss over the batch, or a sum, is not divided by rows: its gradient is the whole batch's.
             self.weight = totals.weight if a_pass.loss.is_of_rows else whole.planned_rows
             if trainer.votes is not None:
                 self.stops = bool(trainer.votes.take(totals.votes))
@@ -264,7 +265,7 @@ class TrainingStep:
             trainer.average.update()
         trainer.step = None
         assert self.totals is not None
-        return Update(self.totals.row, *self.updated[0], self.stops)
+        return Update(self.totals.row, *self.updated[0], self.stops, self.totals.is_sum)
 
     def seed(self) -> None:
         """Seed what code of the user's draws until the next pass: the same on all workers, whatever they have run."""
@@ -286,10 +287,10 @@ class TrainingStep:
 class Pass:
     """Forward and backward over the shards of a step: the unit in which gradients are summed over the workers.
 
-    After it, the gradients are those of the summed loss of the whole batch, divided by the batch's rows, on every
-    worker. A step may have several passes, as of a GAN, each with a loss of its own. `stats` has the sums and weights
-    of what the loss measures. `rows` says, by the paths of the outputs for a loss over the batch, which have rows, as
-    far as that is known.
+    After it, the gradients are those of the summed loss of the whole batch, on every worker, divided by the batch's
+    rows unless the loss is that sum. A step may have several passes, as of a GAN, each with a loss of its own.
+    `stats` has the sums and weights of what the loss measures. `rows` says, by the paths of the outputs for a loss
+    over the batch, which have rows, as far as that is known.
     """
 
     def __init__(self, model: TrainedModel, loss: ShardLoss, gradients: Gradients) -> None:
@@ -304,7 +305,7 @@ class Pass:
         sparse, sums = sparse_parameters(loss.model), placement.sums(list(trained.values()))
         aligns = must_align(job, world.device)
         self._trained = Trained(loss, trained, sparse, sums, self.state, self.clock, model.ahead, aligns)
-        self.stats = StepSums(self._split.shards, len(loss.measures.names), world)
+        self.stats = StepSums(self._split.shards, len(loss.measures.names), world, loss.measures.is_sum)
 
     def run(self, loaded: LoadedStep, on_shard: OnShard | None = None, number: int = 0) -> None:
         """Run a step's shards forward and backward; return when gradients and `stats` are summed over the workers.
@@ -322,6 +323,7 @@ class Pass:
         # Losses are divided by these first. The true divisor is the weight of the whole batch, which is known only
         # once `stats` is summed; then `Gradients.weigh` corrects it. Most losses have the rows as their weight.
         whole_rows = loaded.whole.planned_rows
+        divisor = whole_rows if self.loss.is_of_rows else 1
         filled = [shard.shard for shard in loaded.shards if shard.rows]
         # DDP of the others waits for the gradients of a worker without rows; FSDP for its rounds, which dummies are.
         dummies = [DummyBatch(None, 0)] if not filled and self._world.world_size > 1 else []
@@ -339,7 +341,7 @@ class Pass:
             if turn.shard is not None and on_shard is not None:
                 on_shard(turn.shard, turn.batch, self.loss.result.step_output)
             clock.enter(Part.BACKWARD)
-            gradient = self.gradients.of_loss(loss, whole_rows)
+            gradient = self.gradients.of_loss(loss, divisor)
             self._backward(reduction, turn, loss, gradient, None if left else stats.numbers, loaded.step)
             del loss  # and its graph, before the next batch is read
         # On every worker to its end, where it waits for the last sums: `stats` is whole only then.

@@ -33,7 +33,7 @@ class Totals(NamedTuple):
 
     That is float64 [2 * measures + 2] on the device: sum and weight of the loss, then of each other measure; then the
     votes to stop, and the number of samples that were set aside. The other attributes are numbers of it; on a GPU
-    scalar tensors, for which the host does not wait.
+    scalar tensors, for which the host does not wait. If the loss of a batch `is_sum`, its weight is the rows alone.
     """
 
     row: torch.Tensor
@@ -41,11 +41,12 @@ class Totals(NamedTuple):
     weight: Any
     votes: Any
     missing: Any
+    is_sum: bool = False
 
     @property
-    def mean_loss(self) -> torch.Tensor:
-        """The mean of the losses, a scalar; NaN for a weight of 0."""
-        return self.row[0] / self.row[1]
+    def batch_loss(self) -> torch.Tensor:
+        """The mean of the losses, or their sum, a scalar; NaN for a weight of 0."""
+        return self.row[0] / (self.row[1] > 0 if self.is_sum else self.row[1])
 
     def with_more(self, measured: torch.Tensor) -> "Totals":
         """Return these with sums and weights of more measures, which come after the loss."""
@@ -57,11 +58,16 @@ class Totals(NamedTuple):
         return torch.stack(rows)[:, :2].tolist() if rows else []
 
     @staticmethod
-    def means(row: Sequence[float]) -> tuple[list[float | None], int]:
-        """Return each measure's mean, None for a weight of 0, and the number of samples that were set aside."""
+    def means(row: Sequence[float], is_sum: bool = False) -> tuple[list[float | None], int]:
+        """Return each measure's mean, None for a weight of 0, and the number of samples that were set aside.
+
+        If the loss of a batch `is_sum`, that comes in place of its mean.
+        """
         *sums, _, missing = row
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        return [total / weight if weight else None for total, weight in pairs], int(missing)
+        means = [total / weight if weight else None for total, weight in zip(sums[::2], sums[1::2], strict=True)]
+        if is_sum and sums[1]:
+            means[0] = sums[0]
+        return means, int(missing)
 
 
 class StepSums:
@@ -69,10 +75,11 @@ class StepSums:
 
     `numbers` is float64 [shards, 2 * measures + 2] on the device: a row for each shard, as those of `Totals`, zero
     until it has run. A worker votes, and counts the samples that it set aside, in the row of its first shard: all
-    others leave that row at zero.
+    others leave that row at zero. `is_sum`: see `Totals`.
     """
 
-    def __init__(self, shards: int, measures: int, world: World) -> None:
+    def __init__(self, shards: int, measures: int, world: World, is_sum: bool = False) -> None:
+        self._is_sum = is_sum
         self._size = shards, 2 * measures + 2
         self._own = worker_shards(shards, world.world_size, world.rank).start
         self._device = world.device
@@ -103,7 +110,7 @@ class StepSums:
         """Return the sums over the shards."""
         row = self.numbers[0] if self._size[0] == 1 else self.numbers.sum(0)
         loss, weight, *_, votes, missing = row.unbind() if self._is_on_gpu else row.tolist()
-        return Totals(row, loss, weight, votes, missing)
+        return Totals(row, loss, weight, votes, missing, self._is_sum)
 
     def vote(self) -> None:
         """Ask all workers to stop."""

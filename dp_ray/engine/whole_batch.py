@@ -371,8 +371,6 @@ class BatchLoss(ShardLoss):
     a number, as for a dummy batch, the loss is the sum of all outputs.
     """
 
-    is_of_rows = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -383,6 +381,7 @@ class BatchLoss(ShardLoss):
         over_batch: Mapping[str, Compare] | None = None,
     ) -> None:
         super().__init__(model, step, measures, job, device)
+        self.is_of_rows = False
         self.over_batch = functions = over_batch or build_over_batch(job, self._device)
         self._of_batch = functions["loss"]
         self.beside = modules_beside(job, step, {**measures.functions, **functions})

@@ -84,6 +84,11 @@ class MeasuringKeys(JobKeys):
         return (self.loss is not None or self.step is not None) and not self.loss_over_batch
 
     @property
+    def loss_is_sum(self) -> bool:
+        """Whether the loss of a batch is the sum over its rows: by the key, or by an object of torch's."""
+        return any(getattr(each, "reduction", "mean") == "sum" for each in (self.loss, self.step))
+
+    @property
     def watched(self) -> dict[str, str]:
         """The metrics of evaluations by which a training decides, by the keys that name them."""
         best, stopping = self.checkpoint.best, self.early_stopping
@@ -305,6 +310,8 @@ class Job(MeasuringKeys):
                 "loss: is not used, because step computes the loss; leave loss or step out, or let the loss see the "
                 "whole batch (over: batch) and step return {'outputs': ..., 'target': ...}"
             )
+        if self.loss_over_batch and self.loss_is_sum:
+            yield "step.reduction: is of a step that returns the loss, and here the loss sees the batch; leave it out"
 
     def _of_sharding(self) -> Iterator[str]:
         """Yield keys that `strategy: fsdp` contradicts."""

@@ -62,11 +62,7 @@ class Target(Strict):
     @model_validator(mode="before")
     @classmethod
     def _opened(cls, values: Any) -> Any:
-        """Make a partial its function or class, and its keywords args."""
-        function = values.get("target") if isinstance(values, dict) else None
-        if not isinstance(function, functools.partial) or (keywords := _keywords(function)) is None:
-            return values
-        return {**values, "target": function.func, "args": {**keywords, **values.get("args", {})}}
+        return _without_partial(values)
 
     @model_validator(mode="after")
     def _checked(self) -> "Target":
@@ -113,6 +109,14 @@ class Target(Strict):
 def _is_called(value: Any) -> bool:
     """Return whether a Python object is called with args; other objects are used as they are."""
     return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
+
+
+def _without_partial(values: Any) -> Any:
+    """Return a target's values, of which a partial is its function or class, and its keywords are args."""
+    function = values.get("target") if isinstance(values, dict) else None
+    if not isinstance(function, functools.partial) or (keywords := _keywords(function)) is None:
+        return values
+    return {**values, "target": function.func, "args": {**keywords, **values.get("args", {})}}
 
 
 def _keywords(function: functools.partial[Any]) -> dict[str, Any] | None:
@@ -176,7 +180,7 @@ class Compared(Target):
     """A target that is a function of (outputs, target)."""
 
     EXAMPLE: ClassVar[str] = "torch.nn:CrossEntropyLoss"
-    AS_BEFORE: ClassVar = (("over", "shard"),)
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = (("over", "shard"),)
 
     over: Literal["shard", "batch"] = "shard"
     """What it sees at once. shard: the rows of a shard. batch: those of the whole global batch, of all workers, in
@@ -184,6 +188,54 @@ class Compared(Target):
 
 
 ComparedKey = Annotated[Any, target_parser(Compared)]
+
+
+class Reduced(Target):
+    """A target that gives the loss of a shard."""
+
+    EXAMPLE: ClassVar[str] = "mine:step"
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = (("reduction", "mean"),)
+
+    reduction: Literal["mean", "sum"] = "mean"
+    """What the loss of the whole batch is. mean: that over its rows. sum: each shard gives a sum over its rows, or
+    numbers to sum up, and the gradient is that of the sum over all rows. `epoch_loss` and `eval_loss` are then sums
+    divided by rows."""
+
+
+class Loss(Compared, Reduced):
+    """The loss: a function of (outputs, target), or one of torch's."""
+
+    AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = (*Compared.AS_BEFORE, *Reduced.AS_BEFORE)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _summed(cls, values: Any) -> Any:
+        """Make the args `reduction: sum` of a loss of torch the key `reduction`; over the batch torch takes them."""
+        opened = _without_partial(values)
+        args = opened.get("args") if isinstance(opened, dict) and opened.get("over") != "batch" else None
+        if not isinstance(args, dict) or "reduction" not in args:
+            return opened
+        target, of_args = opened.get("target"), args["reduction"]
+        label = target if isinstance(target, str) else str(getattr(target, "__module__", ""))
+        key = opened.get("reduction")
+        if not label.startswith("torch.nn") or "sum" not in (key, of_args):
+            return opened
+        if of_args not in ("none", key or of_args):
+            raise ValueError(f"args.reduction is {of_args!r}, and reduction {key!r}; leave one of them out")
+        return {**opened, "args": {name: args[name] for name in args if name != "reduction"}, "reduction": "sum"}
+
+    @model_validator(mode="after")
+    def _sums_shards(self) -> "Loss":
+        if self.reduction == "sum" and self.over == "batch":
+            raise ValueError(
+                "reduction: sum is of a loss of each shard; with over: batch the loss sees the whole batch, and the "
+                "gradient is that of the one number that it returns, a sum or a mean; leave one of them out"
+            )
+        return self
+
+
+LossKey = Annotated[Any, target_parser(Loss)]
+StepKey = Annotated[Any, target_parser(Reduced)]
 
 
 def is_over_batch(compared: Any) -> bool:
@@ -782,11 +834,12 @@ class JobKeys(WorkerKeys, WorkKeys):
     """train only: end the run with an error at the first step whose loss is NaN or infinite. No checkpoint of that
     step or a later one is kept."""
 
-    loss: ComparedKey | None = None
+    loss: LossKey | None = None
     """A function of (outputs, target) that returns a number for each row or element, or (sum, weight). A loss of
-    torch.nn or torch.nn.functional, named as a target, is built to do so. With `loss.over: batch` it sees the
-    outputs of the whole batch and returns one number, as contrastive losses do."""
-    step: Targeted | None = None
+    torch.nn or torch.nn.functional, named as a target, is built to do so. With `loss.reduction: sum` it returns a
+    sum. With `loss.over: batch` it sees the outputs of the whole batch and returns one number, as contrastive losses
+    do."""
+    step: StepKey | None = None
     """A function `step(model, batch)` in place of the model's call and the loss, for items or models of another
     kind. Beside a loss over the batch, it returns the outputs and the target."""
     metrics: dict[str, ComparedKey] = Field(default_factory=dict)

@@ -51,9 +51,11 @@ class RowLosses(NamedTuple):
 
 OWN = "what the loss returned for each row"
 MEANS = "the mean of what the loss returned for a row's elements"
+SUMS = "the sum of what the loss returned for a row's elements"
 OF_OUTPUTS = "the loss of each row's outputs and target, one row at a time"
 OF_BATCH = "the norm of the gradient that the loss of the whole batch gives a row's outputs"
 OF_SHARD = "not known: the function returns the sum and weight of a shard"
+OF_SUM = "not known: the function returns the sum of a shard"
 OF_ANY_FORM = "not known: not all that the collate gave are tensors with one row for each sample"
 
 
@@ -80,7 +82,7 @@ class ShardFindings(NamedTuple):
 class Findings(NamedTuple):
     """The losses of some shards, and the first place of each kind that is not finite.
 
-    `loss` is the mean of the whole batch; None if not all of its shards were looked at. `weights` names a parameter
+    `loss` is that of the whole batch; None if not all of its shards were looked at. `weights` names a parameter
     or buffer of the state before the pass, `batch` the place in a shard's batch.
     """
 
@@ -173,7 +175,7 @@ class StepInspection:
                 if where:
                     batch = f"{where}, in shard {part.shard.shard}"
                 shards.append(self._shard(part, whole.rows, finder, sums))
-        loss = float(sums.total().mean_loss) if only is None else None
+        loss = float(sums.total().batch_loss) if only is None else None
         return Findings(shards, loss, weights, batch, finder.output, finder.gradient)
 
     def prepare(self, step: Sequence[LoadedShard], whole: Shard) -> None:
@@ -205,23 +207,24 @@ class StepInspection:
             result = self._loss.result
             assert result.row is not None
             sums.put(shard.shard, result.row)
-            total, weight = map(float, result.row[:2])
+            (total, weight), is_sum = map(float, result.row[:2]), self._loss.measures.is_sum
             if isinstance(self._loss, BatchLoss):
                 norms = RowLosses(self._loss.row_norms(shard), OF_BATCH, float(self._loss.value or 0.0))
                 found = ShardFindings(loaded, norms, None)
             else:
-                losses = row_losses(self._job, result.step_output, shard.rows, self._pass.placement.world.device)
-                found = ShardFindings(loaded, losses, total / weight if weight else math.nan)
+                device = self._pass.placement.world.device
+                losses = row_losses(self._job, result.step_output, shard.rows, device, is_sum)
+                found = ShardFindings(loaded, losses, total if is_sum else total / weight if weight else math.nan)
             if result.is_nothing:  # the weight is 0, so numbers that are not finite do not count
                 finder.output = before
             else:
-                (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
+                (loss if is_sum else loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return found
 
 
 @torch.no_grad()
-def row_losses(job: Job, step_output: StepOutput, rows: int, device: torch.device) -> RowLosses:
-    """Return the loss of each of a shard's `rows` rows, of the step's output for its batch.
+def row_losses(job: Job, step_output: StepOutput, rows: int, device: torch.device, is_sum: bool = False) -> RowLosses:
+    """Return the loss of each of a shard's `rows` rows, of the step's output for its batch; a sum if it `is_sum`.
 
     If the loss is one number for the whole shard, it is computed again from each row's outputs and target; a step of
     the user's is not called again. This neither draws from the generators, nor changes buffers.
@@ -231,10 +234,12 @@ def row_losses(job: Job, step_output: StepOutput, rows: int, device: torch.devic
         # It has a dimension for the rows, or as many elements for each of them.
         numbers = loss.detach().double()
         at = next((place for place, length in enumerate(numbers.shape) if length == rows), None)
-        by_row = numbers.reshape(rows, -1) if at is None else numbers.movedim(at, 0).reshape(rows, -1)
-        return RowLosses(by_row.mean(1).tolist(), OWN if numbers.numel() == rows else MEANS)
+        if at is not None or numbers.numel() % rows == 0:  # else it is what a shard sums up
+            by_row = numbers.reshape(rows, -1) if at is None else numbers.movedim(at, 0).reshape(rows, -1)
+            values = (by_row.sum(1) if is_sum else by_row.mean(1)).tolist()
+            return RowLosses(values, OWN if numbers.numel() == rows else SUMS if is_sum else MEANS)
     if compare is None:
-        return RowLosses([], OF_SHARD)
+        return RowLosses([], OF_SUM if is_sum else OF_SHARD)
     seen = (step_output.outputs, step_output.target)
     if job.collate is not None and not all(has_rows(part, rows, job.batch_dim) for part in seen):
         return RowLosses([], OF_ANY_FORM)
@@ -246,17 +251,17 @@ def row_losses(job: Job, step_output: StepOutput, rows: int, device: torch.devic
             beside = modules_in("", compare)
             for row in range(rows):
                 with on_copies(beside):  # no row changes a state that the loss has
-                    losses.append(_of_one_row(compare(*cut(seen, row, row + 1, job.batch_dim))))
+                    losses.append(_of_one_row(compare(*cut(seen, row, row + 1, job.batch_dim)), is_sum))
     except Exception as error:  # a user's loss may take no single row
         return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
     return RowLosses(losses, OF_OUTPUTS)
 
 
-def _of_one_row(value: Any) -> float:
+def _of_one_row(value: Any, is_sum: bool) -> float:
     """Return the loss of one row; 0 where its weight is."""
     if isinstance(value, torch.Tensor) and not value.ndim:
         return float(value)  # of a single row, a mean is the row's loss
-    total, weight = weighted_sum(value, 1, "the loss")
+    total, weight = weighted_sum(value, 1, "the loss", is_sum=is_sum)
     return float(total) / float(weight) if float(weight) else float(total)
 
 
@@ -383,8 +388,8 @@ class InspectedPass(LoopPass):
         model.note(self.function, self._of, number, loaded, findings)
 
     def finish(self, totals: Totals, loaded: LoadedStep, is_empty: bool) -> None:
-        """Note the mean loss of the whole batch."""
+        """Note the loss of the whole batch."""
         if self._inspected.looks and self._inspected.found:
             found = self._inspected.found
-            found[-1] = replace(found[-1], loss=float(totals.mean_loss))
+            found[-1] = replace(found[-1], loss=float(totals.batch_loss))
         super().finish(totals, loaded, is_empty)

@@ -272,7 +272,8 @@ def _replayed_loop(
 ) -> ReplayedLoop:
     trainer, known = training.trainer, history.row(choice.step)
     assert isinstance(trainer, InspectedModel)
-    measured = [math.nan if mean is None else mean for mean in Totals.means(update.sums.tolist())[0]]
+    means, _ = Totals.means(update.sums.tolist(), update.is_sum)
+    measured = [math.nan if mean is None else mean for mean in means]
     logged = dict(zip(trainer.measured, measured, strict=True))
     loss = logged.pop("loss")
     return ReplayedLoop(

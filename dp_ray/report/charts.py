@@ -3,14 +3,14 @@
 Long series are thinned out: each bucket keeps its least and its largest value, so no extreme is hidden.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from dp_ray.job.keys import NamedEval, measured_by
+from dp_ray.job.keys import NamedEval, measured_by, named_evals
 from dp_ray.plan.history import CLOCKED, COUNTS, LOSS_OF, NORM, RATE, ROWS_OF, is_inner
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.tables import known_numbers, numbers
@@ -67,6 +67,7 @@ def thinned(x: Array, y: Array, buckets: int = BUCKETS, whole: int = WHOLE) -> T
 
 TITLES = {
     "loss": "Loss",
+    "epoch_loss": "Loss by rows",  # where a batch's is a sum
     RATE: "Learning rate",
     NORM: "Gradient norm",
     "rows_per_second": "Rows per second",
@@ -106,15 +107,18 @@ class Chart:
         return rows
 
 
-def charts_of(history: pa.Table | None, evals: Iterable[NamedEval], whole: int = WHOLE) -> list[Chart]:
+def charts_of(history: pa.Table | None, job: Mapping[str, Any], whole: int = WHOLE) -> list[Chart]:
     """Return a chart for each measured value and its evaluations, in the order of interest.
 
-    `evals` are those of the run's job; `whole`: see `thinned`.
+    `job` is the run's, as a file describes it; `whole`: see `thinned`.
     """
+    evals = named_evals(job.get("eval"))
+    described = [job.get(key) for key in ("loss", "step")]
+    is_sum = any(isinstance(each, Mapping) and each.get("reduction") == "sum" for each in described)
     if history is None or not len(history):
         return []
     charts = []
-    for number, (name, columns) in enumerate(_groups(history.column_names, tuple(evals)).items()):
+    for number, (name, columns) in enumerate(_groups(history.column_names, evals, is_sum).items()):
         series = [series_of(column, history, whole) for column in columns]
         series = [{**line, "color": at, "dash": at} for at, line in enumerate(series) if line["x"] or line["odd"]]
         if series:
@@ -122,19 +126,26 @@ def charts_of(history: pa.Table | None, evals: Iterable[NamedEval], whole: int =
     return charts
 
 
-def _groups(names: Sequence[str], evals: Sequence[NamedEval]) -> dict[str, list[str]]:
-    """Return the columns that share each chart: a value, with what evaluations measured of it."""
+def _groups(names: Sequence[str], evals: Sequence[NamedEval], is_sum: bool) -> dict[str, list[str]]:
+    """Return the columns that share each chart: a value, with what evaluations measured of it.
+
+    If the loss of a batch `is_sum`, an epoch's and an evaluation's, which are by rows, have another one.
+    """
     drawn = [name for name in names if name not in COUNTS and not is_inner(name)]
     by = {name: measured_by(evals, name) for name in drawn}
     values = {name: name.removeprefix("eval_" if each is None else each.prefix) for name, each in by.items()}
     # The sources of a mixture share a chart.
     values |= {name: kind for kind in (LOSS_OF, ROWS_OF) for name in drawn if values[name].startswith(kind)}
-    bare = dict.fromkeys(value.replace("epoch_loss", "loss") for value in values.values())
+    if is_sum:
+        values |= {name: "epoch_loss" for name in drawn if values[name] == "loss" and name != "loss"}
+    bare = dict.fromkeys(values.values())
+    if not is_sum:
+        bare.pop("epoch_loss", None)
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
     # The value itself comes first, and then the evaluations in their order.
     of_each = sorted(drawn, key=lambda name: -1 if (each := by[name]) is None else evals.index(each))
     groups = {name: [title for title in of_each if values[title] == name] for name in order}
-    if "epoch_loss" in drawn:
+    if "epoch_loss" in drawn and not is_sum:
         groups["loss"].insert(1, "epoch_loss")
     return groups
 

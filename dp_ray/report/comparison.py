@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dp_ray.errors import StorageError
-from dp_ray.job.keys import named_evals
 from dp_ray.records import damage_told
 from dp_ray.report import page
 from dp_ray.report.charts import WHOLE, Chart, charts_of
@@ -74,7 +73,7 @@ def overlaid(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Chart]:
     """Return a chart for each value that a run measured, with a series for each run, in the same colour on all."""
     charts: dict[str, Chart] = {}
     for at, (label, run) in enumerate(zip(names, runs, strict=True)):
-        for mine in charts_of(run.history, named_evals(run.job.get("eval")), WHOLE // len(runs)):
+        for mine in charts_of(run.history, run.job, WHOLE // len(runs)):
             chart = charts.setdefault(mine.title, Chart(f"chart-{len(charts)}", mine.title, []))
             for number, series in enumerate(mine.series):
                 name = f"{label}: {series['name']}" if number else label

@@ -17,7 +17,6 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
-from dp_ray.job.keys import named_evals
 from dp_ray.plan.history import is_inner, is_measured, is_of_many
 from dp_ray.report.charts import charts_of, epochs_of, workers_chart
 from dp_ray.report.run_data import RunData, WorkerGrid, read_run
@@ -45,7 +44,7 @@ def page_of(run: Storage) -> str:
     """Return the page of a run, finished or not, as HTML."""
     data = read_run(run)
     charts = [
-        *charts_of(data.history, named_evals(data.job.get("eval"))),
+        *charts_of(data.history, data.job),
         *workers_chart(data.incidents, data.steps_done),
     ]
     heat, parts = (heat_map(data.grid), step_parts(data.grid)) if data.grid else (None, None)

@@ -129,7 +129,7 @@ class History:
 
         rows: list[dict[str, Any]] = []
         for (finished, seconds, waited), (*sums, norm) in zip(steps, read, strict=True):
-            means, missing = Totals.means(sums)
+            means, missing = Totals.means(sums, finished.update.is_sum)
             first, end = self.split.batch(finished.number)
             epoch, num_rows = finished.number // self.split.steps, end - first - missing
             row = history_row(

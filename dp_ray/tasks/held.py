@@ -97,7 +97,7 @@ class Held:
             "running": self.running.to_json(),
             "is_unfinished": unfinished is not None,
             "steps": [[number, *rest] for number, _, *rest in self.rows],
-            "rates": [update.learning_rate for update in updates],
+            "rates": [(update.learning_rate, update.is_sum) for update in updates],
             "sums": torch.stack([update.sums for update in updates]) if updates else None,
             "norms": torch.stack([update.gradient_norm.detach() for update in updates]) if updates else None,
         }
@@ -105,7 +105,7 @@ class Held:
     def take(self, sent: dict[str, Any]) -> None:
         """Hold the state that another worker has sent."""
         rates = enumerate(sent["rates"])
-        updates = [Update(sent["sums"][at], rate, sent["norms"][at], False) for at, rate in rates]
+        updates = [Update(sent["sums"][at], rate, sent["norms"][at], False, is_sum) for at, (rate, is_sum) in rates]
         self.state, self.running = sent["state"], TrainState(**sent["running"])
         self.running.unfinished = updates.pop() if sent["is_unfinished"] else None
         steps = zip(sent["steps"], updates, strict=True)

@@ -57,7 +57,7 @@ class TrainingView:
 
     @property
     def loss(self) -> float:
-        """The mean loss of the whole batch."""
+        """The loss of the whole batch: its mean, or with `reduction: sum` its sum."""
         return self._numbers["loss"]
 
     @property
@@ -96,7 +96,7 @@ class TrainingView:
             return {"loss": float("nan"), "gradient_norm": float("nan")}
         sums = self._update.sums
         *row, norm = torch.cat([sums, self._update.gradient_norm.to(sums).reshape(1)]).tolist()
-        means = [float("nan") if mean is None else mean for mean in Totals.means(row)[0]]
+        means = [float("nan") if mean is None else mean for mean in Totals.means(row, self._update.is_sum)[0]]
         return {**dict(zip(self._trainer.measured, means, strict=True)), "gradient_norm": norm}
 
 

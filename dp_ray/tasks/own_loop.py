@@ -396,27 +396,37 @@ class LoopStep:
         of: nn.Module | Sequence[nn.Module],
         over: Callable[[Any, Any], Any] | None = None,
         batch: Any = None,
+        reduction: str = "mean",
     ) -> torch.Tensor:
         """Add the gradient of the mean loss of the whole batch to the parameters of `of`; return that mean.
 
         `loss` gets a shard's batch, and returns one number for each row or (sum, weight). With `over` it returns
         {"outputs": ..., "target": ...}, and `over` gets those of the whole batch and returns one number. All
         parameters that are not of `of` are constant meanwhile. `batch` is a tree of tensors, the same on all workers,
-        in place of the step's batch. Every worker calls this, with the same arguments.
+        in place of the step's batch. With `reduction` "sum", `loss` returns a sum over the shard's rows, and the loss
+        of the batch is the sum, not the mean. Every worker calls this, with the same arguments.
         """
         with self._loop._calling(self):
-            return self._backward(loss, of, over, batch)
+            return self._backward(loss, of, over, batch, reduction)
 
-    def _backward(self, loss: OfRows, of: Any, over: Any, batch: Any) -> torch.Tensor:
-        model, step = self._model, self._of
+    def _backward(self, loss: OfRows, of: Any, over: Any, batch: Any, reduction: str) -> torch.Tensor:
+        model, step, is_sum = self._model, self._of, reduction == "sum"
+        if not is_sum and reduction != "mean":
+            raise ModelError(f"step.backward: reduction is 'mean' or 'sum', got {reduction!r}")
+        if is_sum and over is not None:
+            raise ModelError(
+                "step.backward: reduction='sum' is of a loss of each shard; `over` sees the whole batch, and the "
+                "gradient is that of the one number that it returns, a sum or a mean; leave one of them out"
+            )
         for name, function in (("loss", loss), ("over", over or loss)):
             if not callable(function):
                 raise ModelError(f"step.backward: {name} is a function, got {a_kind(function)}")
         modules = [of] if isinstance(of, nn.Module) else list(of)
         trained = model.trained_of(modules)
-        label = f"pass {step.num_passes}: step.backward({name_of(loss)}, {listed(model.names_of(modules))})"
+        names = listed(model.names_of(modules)) + (", reduction='sum'" if is_sum else "")
+        label = f"pass {step.num_passes}: step.backward({name_of(loss)}, {names})"
         model.calls.check(f"step {self.number}, {label}")
-        a_pass = model.pass_for(loss, over, modules, trained)
+        a_pass = model.pass_for(loss, over, is_sum, modules, trained)
         a_pass.function, a_pass.over = loss, over
         own = None if batch is None else model.cut(step.loaded, batch)
         if over is not None and a_pass not in self._loop._facts:
@@ -426,7 +436,7 @@ class LoopStep:
             totals = step.backward(a_pass, own)
         a_pass.finish(totals, own or step.loaded, own is None and step.is_empty)
         step.seed()
-        return totals.mean_loss
+        return totals.batch_loss
 
     def _ask(self, a_pass: LoopPass, trained: dict[str, nn.Parameter], loaded: LoadedStep) -> None:
         """Ask what a pass over the batch must know, at its first occurrence."""

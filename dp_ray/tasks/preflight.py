@@ -204,23 +204,27 @@ def with_checks(context: Context, measures: Metrics, on_shard: OnShard) -> OnSha
             return
         with autocast(job.precision, world.device), locating(location(shard)):
             _check_measures(measures, step_output, shard.rows, job.batch_dim)
-            if step_output.compare is None or job.num_shards == 1:
+            if step_output.compare is None or (job.num_shards == 1 and not measures.is_sum):
                 return
             seen, is_exact = (
                 (step_output.outputs, step_output.target),
                 job.precision == "fp32" and world.device == CPU,
             )
-            losses = of_neighbours(step_output.compare, step_output.loss, seen, shard.rows, job.batch_dim, is_exact)
+            rows = shard.rows, job.batch_dim, is_exact, measures.is_sum
+            losses = of_neighbours(step_output.compare, step_output.loss, seen, *rows)
         if losses is not None:
-            context.send(
-                Note(
-                    "loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up "
-                    f"to {losses.together:.6g}, and with one of its {shard.rows} rows apart to "
-                    f"{losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, and "
-                    "their number counts. With over: batch it sees the whole batch, and returns one number: "
-                    "loss: {target: ..., over: batch}"
-                )
+            sums = (
+                f"that of step 0, shard 0 sums up to {losses.together:.6g}, and with one of its {shard.rows} rows "
+                f"apart to {losses.first + losses.others:.6g}; so each of the {job.num_shards} shards has its own, "
+                "and their number counts."
             )
+            says = (
+                f"loss: it is no sum over rows, as reduction: sum says: {sums} Return a sum, not a mean"
+                if measures.is_sum
+                else f"loss: the loss of a row depends on the other rows of its shard: {sums} With over: batch it "
+                "sees the whole batch, and returns one number: loss: {target: ..., over: batch}"
+            )
+            context.send(Note(says))
 
     return on_shard_with_checks
 
@@ -228,7 +232,7 @@ def with_checks(context: Context, measures: Metrics, on_shard: OnShard) -> OnSha
 def _check_measures(measures: Metrics, step_output: StepOutput, rows: int, batch_dim: int) -> None:
     """Raise ModelError if a loss or metric gives numbers that are not of single rows."""
     seen = step_output.outputs, step_output.target
-    if step_output.compare is not None:
+    if step_output.compare is not None and not measures.is_sum:
         check_numbers("the loss", step_output.compare, seen, rows, batch_dim, step_output.loss)
     for name, function in measures.functions.items() if step_output.outputs is not None else ():
         check_numbers(f"metrics.{name}", function, seen, rows, batch_dim)

@@ -95,31 +95,32 @@ class SplitLosses(NamedTuple):
 
 @torch.no_grad()
 def of_neighbours(
-    compare: Compare, value: Any, seen: Seen, rows: int, batch_dim: int, is_exact: bool
+    compare: Compare, value: Any, seen: Seen, rows: int, batch_dim: int, is_exact: bool, is_sum: bool = False
 ) -> SplitLosses | None:
     """Return the loss of parts of a shard, if the losses of rows depend on the other rows; None if not, or unknown.
 
-    `value` is the loss of the outputs and target `seen`. The sum of a loss of single rows is the sum of its parts, up
-    to rounding, which is small if `is_exact`. A copy of the loss is called, without gradients: twice, and once more
-    if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
+    `value` is the loss of the outputs and target `seen`; if it `is_sum`, it may be one number. The sum of a loss of
+    single rows is the sum of its parts, up to rounding, which is small if `is_exact`. A copy of the loss is called,
+    without gradients: twice, and once more if the sums differ, since a loss that draws or keeps a state gives another
+    one for the same rows.
     """
     try:
         if rows < 2 or is_torchs(compare) or any(may_have_lists_of_rows(batch, rows) for batch in seen):
             return None
         if num_rows(seen, batch_dim) != rows:
             return None
-        together, size = _sum_and_size(value, rows)
+        together, size = _sum_and_size(value, rows, is_sum)
         beside = modules_in("", compare)
 
         def loss_of(start: int, stop: int) -> float:
             # The copies share the loss's parameters, which may be those of a large model.
             shared = {id(parameter): parameter for module in beside.values() for parameter in module.parameters()}
             trial: Compare = copy.deepcopy(compare, dict[int, Any](shared))
-            return _sum_and_size(trial(*copied(cut(seen, start, stop, batch_dim))), stop - start)[0]
+            return _sum_and_size(trial(*copied(cut(seen, start, stop, batch_dim))), stop - start, is_sum)[0]
 
         with preserved(*_devices_of(seen)), on_copies(beside):
             first, others = loss_of(0, 1), loss_of(1, rows)
-            room = size * (1e-5 if is_exact and isinstance(value, torch.Tensor) else 1e-4 if is_exact else 5e-3)
+            room = size * (1e-5 if is_exact and _are_numbers(value) else 1e-4 if is_exact else 5e-3)
             if not abs(together - first - others) > room:  # also if one is NaN
                 return None
             same = abs(loss_of(0, rows) - together) <= room
@@ -136,14 +137,18 @@ def is_torchs(compare: Compare) -> bool:
     return (type(compare) if isinstance(compare, nn.Module) else compare).__module__.startswith("torch.nn.")
 
 
-def _sum_and_size(value: Any, rows: int) -> tuple[float, float]:
+def _sum_and_size(value: Any, rows: int, is_sum: bool) -> tuple[float, float]:
     """Return the sum of a loss, and the scale of its rounding: the size of its numbers, or its weight if larger."""
-    weighed = weighted_sum(value, rows, "the loss")
-    if isinstance(value, torch.Tensor):
+    weighed = weighted_sum(value, rows, "the loss", is_sum=is_sum)
+    if _are_numbers(value):
         numbers = value.double()
         return float(numbers.sum()), float(numbers.abs().sum())
     total = float(weighed.sum)
     return total, max(abs(total), float(weighed.weight))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _devices_of(tree: Any) -> Iterable[torch.device]:

@@ -99,7 +99,7 @@ def test_stats_sum_as_a_table_of_torch_does(shards: int, measures: int, rows: li
     stats.set_aside(7)
     totals, sums = stats.total(), table.sum(0)
     assert torch.equal(totals.row, torch.cat([sums, torch.tensor([1.0, 7.0])]))
-    assert totals[1:] == (*sums[:2].tolist(), 1.0, 7.0)
+    assert totals[1:] == (*sums[:2].tolist(), 1.0, 7.0, False)
     means = [None if sums[at + 1] == 0 else (sums[at] / sums[at + 1]).item() for at in range(0, 2 * measures, 2)]
     assert Totals.means(totals.row.tolist()) == (means, 7)
 

@@ -152,12 +152,11 @@ class Margin(nn.Module):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (Target(target="torch.nn:MSELoss", args={"reduction": "sum"}), "made with reduction='sum'.*leave it out"),
+        (Target(target="torch.nn:MSELoss", args={"reduction": "max"}), "made with reduction='max'.*leave it out"),
         (
-            Target(target="torch.nn.functional:mse_loss", args={"reduction": "sum"}),
+            Target(target="torch.nn.functional:mse_loss", args={"reduction": "max"}),
             "loss.args.reduction.*leave it out",
         ),
-        (nn.MSELoss(reduction="sum"), "made with reduction='sum'"),
         (Margin(), "make them the model's, and use step"),
         ([1, 2], r"must be a function of \(outputs, target\), got a list"),
     ],

@@ -126,7 +126,7 @@ def trainer_of(job: Job, world: World, split: Split, model: nn.Module | None = N
     """Build the trainer of the job's model, or of `model`, on one worker, without metrics."""
     model = model or build_model(job, [world.device])
     placement = Placement(job, model, model, world)
-    return Trainer(placement, build_step(job, world), Metrics({}), split)
+    return Trainer(placement, build_step(job, world), Metrics({}, is_sum=job.loss_is_sum), split)
 
 
 def step_of(trainer: Trainer, loaded: Iterator[LoadedStep]) -> Update:

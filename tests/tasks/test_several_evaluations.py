@@ -420,9 +420,7 @@ def test_the_result_the_console_and_the_charts_name_them(tmp_path: Path, capsys:
     said = " ".join(capsys.readouterr().err.split())
     assert f"eval_hard_loss {result.metrics['eval_hard_loss']:.6g}" in said
     history, job = history_so_far(result.storage()), json.loads((tmp_path / "run" / "run.json").read_text())["job"]
-    charts = {
-        chart.title: [each["name"] for each in chart.series] for chart in charts_of(history, named_evals(job["eval"]))
-    }
+    charts = {chart.title: [each["name"] for each in chart.series] for chart in charts_of(history, job)}
     assert charts["Loss"] == ["loss", "epoch_loss", "eval_test_loss", "eval_hard_loss"]
     assert charts["right"] == ["right", "eval_test_right"]
     assert charts["recall_1"] == ["eval_test_recall_1", "eval_hard_recall_1"]
