@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from dp_ray.job.keys import NamedEval, measured_by
-from dp_ray.plan.history import CLOCKED, COUNTS, LOSS_OF, NORM, RATE, ROWS_OF, is_inner
+from dp_ray.plan.history import CLOCKED, COUNTS, LOSS_OF, NORM, RATE, ROWS_OF, is_inner, is_of_further
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.tables import known_numbers, numbers
 
@@ -129,6 +129,8 @@ def _groups(names: Sequence[str], evals: Sequence[NamedEval]) -> dict[str, list[
     values = {name: name.removeprefix("eval_" if each is None else each.prefix) for name, each in by.items()}
     # The sources of a mixture share a chart.
     values |= {name: kind for kind in (LOSS_OF, ROWS_OF) for name in drawn if values[name].startswith(kind)}
+    # So do the rates of several optimizers, and the norms of a loop's.
+    values |= {name: name.rpartition("_")[0] for name in drawn if is_of_further(name)}
     bare = dict.fromkeys(value.replace("epoch_loss", "loss") for value in values.values())
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
     # The value itself comes first, and then the evaluations in their order.
@@ -155,7 +157,7 @@ def series_of(name: str, history: pa.Table, whole: int) -> dict[str, Any]:
         "numOdd": points.num_odd,
         "points": len(values),
         "isSparse": len(values) <= FEW,
-        "isStep": name in EXACT,
+        "isStep": name in EXACT or (is_of_further(name) and name.startswith(RATE)),
     }
 
 

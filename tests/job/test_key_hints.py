@@ -62,7 +62,7 @@ def told(**keys: Any) -> str:
         ("sampler", "dataset: the job orders its samples by shuffle and seed; to draw some more often"),
         ("datasets", "dataset: a job has one; mix several by weights with dp_ray.data:Mix"),
         ("mixture", "dataset: a job has one; mix several by weights with dp_ray.data:Mix"),
-        ("optimizers", "optimizer: a job has one, with optimizer.groups"),
+        ("optimizers", "optimizer: one, with optimizer.groups for parts of the model, or a list of several"),
         ("peft_config", "model: a function that builds the model with its adapters, by peft or by hand"),
         ("ignore_mismatched_sizes", "strict: false loads what fits"),
         ("class_weights", "loss.args.weight"),
