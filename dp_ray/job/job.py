@@ -467,6 +467,8 @@ class Job(MeasuringKeys):
         for key in cls.TARGETED:
             if (args := named.pop(f"{key}_args", None)) is not None:
                 target = named.get(key)
+                if key == "optimizer" and isinstance(target, list | tuple):
+                    raise JobError("optimizer_args: optimizer is a list; give each of its entries args of its own")
                 if isinstance(target, Target):
                     target = dict(target)
                 others = target if isinstance(target, Mapping) else {"target": target}
