@@ -150,7 +150,8 @@ def test_every_answer_is_a_key_of_a_job_and_no_question_is() -> None:
     for answer in OTHER_NAMES.values():
         owner_of(re.split(r"[ :]", answer)[0])
     assert not OTHER_NAMES.keys() & Job.model_fields.keys()
-    for name in (name for name in OTHER_NAMES if "." in name and not name.startswith("scheduler.")):
+    in_some_form = ("scheduler.", "optimizer.match", "optimizer.scheduler")  # a key where the value has another form
+    for name in (name for name in OTHER_NAMES if "." in name and not name.startswith(in_some_form)):
         with pytest.raises(KeyError):
             owner_of(name)
 
