@@ -113,6 +113,14 @@ def _rows(keys: dict[str, Any], required: list[str], parts: dict[str, Any], befo
         inside = f"{before}{name}[]." if "items" in key else f"{before}{name}."
         for part in (parts[ref] for ref in _references(key)):
             yield from _rows(_own_keys(part), part.get("required", []), parts, inside)
+        # What the items of a list have more that may stand in its place.
+        told = {own for ref in _references(key) for own in parts[ref]["properties"]}
+        lists = [one["items"] for one in key.get("anyOf", []) if "items" in one]
+        for part in (parts[ref] for items in lists for ref in _references(items)):
+            for own, about in part["properties"].items():
+                if own not in told:
+                    values = ", ".join(_values(about))
+                    yield Row(f"{before}{name}[].{own}", values, _default(about), about["description"])
 
 
 def _own_keys(part: dict[str, Any]) -> dict[str, Any]:
@@ -159,6 +167,8 @@ def _values(key: dict[str, Any]) -> Iterator[str]:
             yield "a list of text"
         case {"type": "array", "items": {"type": "integer"}}:
             yield "a list of whole numbers"
+        case {"type": "array", "items": {"anyOf": [{"type": "string", "pattern": _}, *_]}}:
+            yield "a list of targets"
         case {"type": "array"}:
             yield "a list of mappings"
         case {"type": "object", "additionalProperties": {"anyOf": _}}:

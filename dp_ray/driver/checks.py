@@ -25,10 +25,10 @@ def check_targets(job: Job) -> None:
     for key, target in job.targets.items():
         if key == "model":
             check_model(target)
-        elif key == "optimizer":
-            check_optimizer(target)
-        elif key == "scheduler":
-            check_scheduler(target)
+        elif key in dict(job.optimizers):
+            check_optimizer(key, target)
+        elif key in dict(job.schedulers):
+            check_scheduler(key, target)
         elif key == "outputs.after" and target is not None:
             check_after(target)
         elif key.startswith("hooks."):

@@ -24,7 +24,7 @@ from dp_ray.engine.devices import input_device
 from dp_ray.engine.evaluation import build_metrics
 from dp_ray.engine.loading import Source, load_steps, seeded_dataset
 from dp_ray.engine.model import autocast, begin_to_train, build_model, call_model, set_modes
-from dp_ray.engine.optimizer import build_optimizer
+from dp_ray.engine.optimizer import build_optimizers
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
 from dp_ray.engine.recompute import recompute_blocks
@@ -257,13 +257,14 @@ class FakeShard:
         return infer
 
     def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: ShardMemory) -> ShardMemory:
-        """Run the optimizer's step on the present gradients, to measure its state and its peak."""
-        optimizer = build_optimizer(self.job.optimizer, model)
-        for group in optimizer.param_groups:
+        """Run the optimizers' steps on the present gradients, to measure their state and their peak."""
+        optimizers = build_optimizers(self.job.optimizers, model)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             if self.on_gpu and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True  # torch's choice for parameters on a GPU
         before, live.peak = Counter(live.live), Counter(live.live)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         state = live.live - before
         return replace(held, optimizer=state, step_peak=Counter(live.peak))
 

@@ -125,9 +125,8 @@ def _check_objects(run: Storage, kept: dict[str, Any]) -> None:
         named = value["target"] if isinstance(value, dict) else value
         if isinstance(named, str) and named.startswith("<"):
             raise JobError(f"replay: {run}: {key} was given as a Python object ({named}), which no file holds")
-        if isinstance(value, dict) and (
-            path := object_in({key: value[key] for key in value if key != "target"}, key)
-        ):
+        inner = {name: value[name] for name in value if name != "target"} if isinstance(value, dict) else value
+        if isinstance(value, dict | list) and (path := object_in(inner, key)):
             raise JobError(f"replay: {run}: {path} was given as a Python object, which no file holds")
 
 

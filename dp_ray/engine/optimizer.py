@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from dp_ray.tensors.files import is_dense, is_sharded, laid_out, overlaps
 from dp_ray.text import a_kind, did_you_mean, listed
 
 
-def build_optimizer(
-    spec: Any, model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None
-) -> torch.optim.Optimizer:
-    """Return the optimizer of the model's trainable parameters, in the job's parameter groups.
+def build_optimizers(
+    specs: Sequence[tuple[str, Any]], model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the model's trainable parameters, in the job's parameter groups.
 
-    `instead` maps a parameter's id to the tensor that the optimizer gets in its place. Raises JobError if there is
-    nothing to train or the job gives no usable optimizer. Raises ModelError if a parameter has no shape yet or is an
-    expanded tensor.
+    `specs` are the job's, with their keys. `instead` maps a parameter's id to the tensor that an optimizer gets in
+    its place. Raises JobError if there is nothing to train, or if the job gives no usable optimizers. Raises
+    ModelError if a parameter has no shape yet or is an expanded tensor.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
@@ -41,83 +41,117 @@ def build_optimizer(
         check_has_shape(name, parameter)
         if overlaps(parameter):
             raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
-    check_optimizer(spec)
+    for key, spec in specs:
+        check_optimizer(key, spec)
     named = {name: (instead or {}).get(id(parameter), parameter) for name, parameter in trained.items()}
+    *several, rest = _parted([getattr(spec, "match", None) for _, spec in specs], named)
+    if rest:
+        raise JobError(
+            f"optimizer: no match finds {listed(rest)}, so nothing would train them; leave match out of the last "
+            "optimizer, which then gets the rest, or freeze them (parameter.requires_grad_(False))"
+        )
+    for (key, spec), mine in zip(specs, several, strict=True):
+        if not mine:
+            match = getattr(spec, "match", None)
+            finds = "all belong to those before it" if match is None else f"{match!r} matches none that is left"
+            raise JobError(f"{key}: gets no trainable parameter: {finds}; there are {listed(named)}")
+    return [_built(key, spec, mine) for (key, spec), mine in zip(specs, several, strict=True)]
+
+
+def _built(key: str, spec: Any, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of these parameters, ready to train them."""
+    _check_sizes(key, spec, named)
     if isinstance(spec, Optimizer):
-        optimizer = bind("optimizer", spec, leading=1)(_groups(spec, named))
+        optimizer = bind(key, spec, leading=1)(_groups(key, spec, named))
     else:
-        optimizer = _call("optimizer", spec, list(named.values()))
+        optimizer = _call(key, spec, list(named.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
-    _check_kind(type(optimizer))
-    _check_groups(spec, optimizer, set(map(id, named.values())))
+        raise JobError(f"{key}: must give a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
+    _check_kind(key, type(optimizer))
+    _check_groups(key, spec, optimizer, set(map(id, named.values())))
     if switches(optimizer):
-        with reraise_as("optimizer.train"):
+        with reraise_as(f"{key}.train"):
             optimizer.train()  # type: ignore[attr-defined]
     for group in optimizer.param_groups:  # a scheduler writes into them; the next attempt begins with the job's own
         group |= {name: value.detach().clone() for name, value in group.items() if isinstance(value, torch.Tensor)}
     return optimizer
 
 
-def _check_groups(spec: Any, optimizer: torch.optim.Optimizer, allowed: set[int]) -> None:
+def _check_sizes(key: str, spec: Any, named: dict[str, nn.Parameter]) -> None:
+    """Raise JobError if torch's Muon is given what is no matrix; its own error has no names."""
+    if not isinstance(spec, Optimizer) or resolve(key, spec) is not torch.optim.Muon:
+        return
+    others = [f"{name} {list(parameter.shape)}" for name, parameter in named.items() if parameter.ndim != 2]
+    if others:
+        match = "match" if key == "optimizer" else f"{key}.match"
+        advice = "" if match != "match" else "make optimizer a list, [{match: ..., target: ...}, {target: ...}]; "
+        raise JobError(
+            f"{key}: Muon takes matrices alone, which are not: {listed(others)}; {advice}let {match} find matrices "
+            "alone, and give the rest to another optimizer"
+        )
+
+
+def _check_groups(key: str, spec: Any, optimizer: torch.optim.Optimizer, allowed: set[int]) -> None:
     """Raise JobError if groups hold other parameters than those allowed, by their ids, or args that torch ignores."""
     for parameter in parameters_of([optimizer]):
         if id(parameter) not in allowed:  # no worker would sum its gradient
             raise JobError(
-                f"optimizer: holds a parameter of size {list(parameter.shape)} that is none of the parameters it was "
+                f"{key}: holds a parameter of size {list(parameter.shape)} that is none of the parameters it was "
                 "given; it may take some or all of those, and no others"
             )
     if isinstance(spec, Optimizer) and type(optimizer).__module__.startswith("torch.optim."):
         for number, own in enumerate(spec.groups):  # torch's would keep other args, and never read them
             for name in own.args.keys() - optimizer.defaults.keys():
                 raise JobError(
-                    f"optimizer.groups.{number}.args: {spec.label} takes no {name!r}, but "
+                    f"{key}.groups.{number}.args: {spec.label} takes no {name!r}, but "
                     f"{listed(optimizer.defaults)}{did_you_mean(name, optimizer.defaults)}"
                 )
 
 
-def _groups(spec: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
+def _parted(matches: Sequence[str | None], named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Return the parameters that each pattern is the first to find, and last those of none; None finds all."""
+    found: list[dict[str, nn.Parameter]] = [{} for _ in (*matches, "the rest")]
+    for name, parameter in named.items():
+        finds = (at for at, match in enumerate(matches) if match is None or re.search(match, name))
+        found[next(finds, -1)][name] = parameter
+    return found
+
+
+def _groups(key: str, spec: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
     if not spec.groups:
         return list(named.values())
-    members: list[list[nn.Parameter]] = [[] for _ in spec.groups]
-    rest: list[nn.Parameter] = []
-    for name, parameter in named.items():
-        matching = [mine for group, mine in zip(spec.groups, members, strict=True) if re.search(group.match, name)]
-        (matching[0] if matching else rest).append(parameter)
+    *members, rest = _parted([group.match for group in spec.groups], named)
     for group, mine in zip(spec.groups, members, strict=True):
         if not mine:
             raise JobError(
-                f"optimizer.groups: {group.match!r} matches no trainable parameter that is left; there are "
+                f"{key}.groups: {group.match!r} matches no trainable parameter that is left; there are "
                 f"{listed(named)}"
             )
-    groups = [{"params": mine, **group.args} for group, mine in zip(spec.groups, members, strict=True)]
-    return [*groups, {"params": rest}] if rest else groups
+    groups = [{"params": [*mine.values()], **group.args} for group, mine in zip(spec.groups, members, strict=True)]
+    return [*groups, {"params": [*rest.values()]}] if rest else groups
 
 
-def check_optimizer(spec: Any) -> None:
-    """Check the key `optimizer` as far as is known without building it; raises JobError."""
+def check_optimizer(key: str, spec: Any) -> None:
+    """Check an optimizer of the job as far as is known without building it; raises JobError."""
     if isinstance(spec, torch.optim.Optimizer):
         raise JobError(
-            "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
+            f"{key}: belongs to the parameters it was made with, which are not those of the workers; "
             "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
         )
+    if isinstance(spec, Target):
+        _check_kind(key, resolve(key, spec))
+        bind(key, spec, leading=1)
+
+
+def check_scheduler(key: str, spec: Any) -> None:
+    """Check a scheduler of the job as far as is known without building it; raises JobError."""
     if isinstance(spec, list | tuple):
         raise JobError(
-            f"optimizer: is {a_kind(spec)} of {len(spec)}, and a job has one; give parts of the model "
-            "args of their own in optimizer.groups, like [{match: head, args: {lr: 0.01}}]; several optimizers, "
-            "as of a GAN, need a loop of your own (docs/loops.md)"
+            f"{key}: is a list; give one, which each optimizer gets for itself, or a function of the optimizer with "
+            "torch's SequentialLR"
         )
     if isinstance(spec, Target):
-        _check_kind(resolve("optimizer", spec))
-        bind("optimizer", spec, leading=1)
-
-
-def check_scheduler(spec: Any) -> None:
-    """Check the key `scheduler` as far as is known without building it; raises JobError."""
-    if isinstance(spec, list | tuple):
-        raise JobError("scheduler: is a list; give one, or a function of the optimizer with torch's SequentialLR")
-    if isinstance(spec, Target):
-        bind("scheduler", spec, leading=1)
+        bind(key, spec, leading=1)
 
 
 def switches(optimizer: Any) -> bool:
@@ -128,9 +162,9 @@ def switches(optimizer: Any) -> bool:
 SAMS = ("first_step", "second_step")  # what optimizers like SAM have: each needs a backward of its own
 
 
-def _check_kind(kind: Any) -> None:
+def _check_kind(key: str, kind: Any) -> None:
     """Raise JobError if a class is not an optimizer, or needs the loss again within a step, as LBFGS and SAM do."""
-    check_gives("optimizer", kind, torch.optim.Optimizer, "torch.optim.Optimizer")
+    check_gives(key, kind, torch.optim.Optimizer, "torch.optim.Optimizer")
     if not inspect.isclass(kind) or not issubclass(kind, torch.optim.Optimizer):
         return
     # The closure may have any name; the first parameter is the optimizer itself.
@@ -142,7 +176,7 @@ def _check_kind(kind: Any) -> None:
     if needs_closure or all(hasattr(kind, name) for name in SAMS):
         how = "by a closure" if needs_closure else f"in its {' and '.join(SAMS)}"
         raise JobError(
-            f"optimizer: {kind.__qualname__} computes the loss several times in a step, {how}; "
+            f"{key}: {kind.__qualname__} computes the loss several times in a step, {how}; "
             "take an optimizer whose step() needs none"
         )
 
@@ -174,54 +208,61 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 class Schedule:
-    """The job's schedulers, one of each optimizer, stepped as the job says; none if it has none."""
+    """The job's schedulers, one of each optimizer, stepped as the job says; None for an optimizer without one.
 
-    def __init__(self, spec: Any, optimizers: Sequence[Any]) -> None:
-        self._spec, self._optimizers = spec, optimizers
-        self._per = spec.per if isinstance(spec, Scheduler) else "step"
-        self.metric = (spec.metric if isinstance(spec, Scheduler) else None) or "loss"
-        self.schedulers = [] if spec is None else list(map(self._build, optimizers))
-        self.per_step = bool(self.schedulers) and self._per == "step"
-        for scheduler in self.schedulers:
-            if not hasattr(scheduler, "step"):
-                raise JobError(
-                    f"scheduler: must give an object with a step() method, got {type(scheduler).__qualname__}"
-                )
-        if self.watches and self._per != "epoch":
-            raise JobError("scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch")
+    `specs` are the job's, one for each optimizer, with their keys.
+    """
 
-    def _build(self, optimizer: Any) -> Any:
-        if isinstance(self._spec, Scheduler):
-            return bind("scheduler", self._spec, leading=1)(optimizer)
-        return _call("scheduler", self._spec, optimizer)
+    def __init__(self, specs: Sequence[tuple[str, Any]], optimizers: Sequence[Any]) -> None:
+        self._specs, self._optimizers = specs, optimizers
+        self._pers = [spec.per if isinstance(spec, Scheduler) else "step" for _, spec in specs]
+        self.schedulers = list(map(self._build, range(len(optimizers))))
+        pairs = zip(self._pers, self.schedulers, strict=True)
+        self.per_step = any(per == "step" for per, scheduler in pairs if scheduler is not None)
+        for (key, _), per, scheduler in zip(specs, self._pers, self.schedulers, strict=True):
+            if scheduler is not None and not hasattr(scheduler, "step"):
+                raise JobError(f"{key}: must give an object with a step() method, got {type(scheduler).__qualname__}")
+            if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) and per != "epoch":
+                raise JobError(f"{key}.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch")
+
+    def _build(self, number: int) -> Any:
+        key, spec = self._specs[number]
+        if isinstance(spec, Scheduler):
+            return bind(key, spec, leading=1)(self._optimizers[number])
+        return None if spec is None else _call(key, spec, self._optimizers[number])
 
     @property
-    def watches(self) -> bool:
-        """Whether a scheduler needs a metric, as ReduceLROnPlateau does."""
-        return any(isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) for scheduler in self.schedulers)
+    def watched(self) -> dict[str, str]:
+        """The metrics that schedulers need, as a ReduceLROnPlateau does, by the keys of the job that name them."""
+        return {
+            f"{key}.metric": (spec.metric if isinstance(spec, Scheduler) else None) or "loss"
+            for (key, spec), scheduler in zip(self._specs, self.schedulers, strict=True)
+            if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        }
 
     def check_lasts(self, split: Split, done: int) -> None:
         """Raise JobError if a scheduler, a OneCycleLR, ends before the training, of which `done` steps are done."""
-        for scheduler in self.schedulers:
+        for (key, _), per, scheduler in zip(self._specs, self._pers, self.schedulers, strict=True):
             if isinstance(scheduler, lr_scheduler.OneCycleLR):
                 left = scheduler.total_steps - scheduler.last_epoch
-                needed = num_scheduled(split, self._per, done)
+                needed = num_scheduled(split, per, done)
                 if left < needed:
-                    raise JobError(too_short(left, needed, self._per))
+                    raise JobError(f"{key}: {too_short(left, needed, per)}")
 
-    def begin_anew(self) -> bool:
-        """Build the schedulers again, for another length of the training, and step each as often as the present one.
+    def begin_anew(self, keys: Collection[str]) -> bool:
+        """Build schedulers again, for another length of the training, and step each as often as the present one.
 
-        The learning rate is then that of a training which had this length from its start. Returns False if a
-        scheduler is not torch's and does not say how often it was stepped, or there is none.
+        They are those of these keys. The learning rate is then that of a training which had this length from its
+        start. Returns False if there is none, or if one is not torch's and does not say how often it was stepped.
         """
-        if not self.schedulers or not all(isinstance(scheduler, LRScheduler) for scheduler in self.schedulers):
+        numbers = [number for number, (key, _) in enumerate(self._specs) if key in keys]
+        if not numbers or not all(isinstance(self.schedulers[number], LRScheduler) for number in numbers):
             return False
-        for number, optimizer in enumerate(self._optimizers):
+        for number in numbers:
             done = self.schedulers[number].last_epoch
-            for group in optimizer.param_groups:
+            for group in self._optimizers[number].param_groups:
                 group["lr"] = copy.deepcopy(group["initial_lr"])
-            self.schedulers[number] = self._build(optimizer)
+            self.schedulers[number] = self._build(number)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch asks for a step of the optimizer between two of the scheduler
                 for _ in range(done):
@@ -231,25 +272,26 @@ class Schedule:
     def step(self, where: str) -> None:
         """Step the schedulers after an update; `where` begins an error's text."""
         with reraise_as(where):
-            for scheduler in self.schedulers:
-                scheduler.step()
+            for per, scheduler in zip(self._pers, self.schedulers, strict=True):
+                if scheduler is not None and per == "step":
+                    scheduler.step()
 
     def after_epoch(self, measured: dict[str, float]) -> None:
-        """Step the schedulers if the job steps them once an epoch.
+        """Step the schedulers that the job steps once an epoch.
 
-        `measured` holds the epoch's mean loss and the results of the last evaluation. Raises JobError if the
-        schedulers' metric is not among them.
+        `measured` holds the epoch's mean loss and the results of the last evaluation. Raises JobError if a
+        scheduler's metric is not among them.
         """
-        if self._per != "epoch":
-            return
-        if self.watches and self.metric not in measured:
-            raise JobError(
-                f"scheduler.metric: {self.metric} was not measured by the end of the epoch; "
-                "set eval to evaluate in each epoch"
-            )
-        for scheduler in self.schedulers:
-            is_watching = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
-            scheduler.step(*([measured[self.metric]] if is_watching else ()))
+        watched = self.watched
+        for key, metric in watched.items():
+            if metric not in measured:
+                raise JobError(
+                    f"{key}: {metric} was not measured by the end of the epoch; set eval to evaluate in each epoch"
+                )
+        for (key, _), per, scheduler in zip(self._specs, self._pers, self.schedulers, strict=True):
+            if scheduler is not None and per == "epoch":
+                name = watched.get(f"{key}.metric")
+                scheduler.step(*([] if name is None else [measured[name]]))
 
 
 def warmed_up(optimizer: torch.optim.Optimizer, shape: str, warmup: float, total_steps: int) -> LRScheduler:

@@ -28,7 +28,7 @@ from dp_ray.engine.reduce import NOTHING, Reduction, ShardLoss, Trained
 from dp_ray.engine.replica import DummyBatch, Replica, Round
 from dp_ray.engine.sharded.state import whole_tensors
 from dp_ray.engine.state import StepState
-from dp_ray.engine.step import Compare, Metrics, OnShard, Step, row_of
+from dp_ray.engine.step import Compare, Metrics, OnShard, Step, as_tensor, row_of
 from dp_ray.engine.tree_sum import make_gradients_dense, sparse_parameters
 from dp_ray.engine.update import Gradients, OptimizerStep, Updates
 from dp_ray.engine.user_code import ShardSize, batch_hint, location, raise_advised, raise_as, reraise_as
@@ -37,6 +37,7 @@ from dp_ray.engine.weights import make_room, synchronise
 from dp_ray.engine.whole_batch import BatchLoss, shard_loss
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
+from dp_ray.plan.history import of_further
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Split, Work, num_filled
 
@@ -180,9 +181,12 @@ class Trainer(TrainedModel):
         self.over_batch, self.measures = loss.over_batch, measures
         self.state = self._new_state(loss.beside)
         self.ahead = OverlappedRead()
-        self.measured = measures.names
+        rates = [of_further(number)[0] for number in range(1, len(self.optimizer_step.optimizers))]
+        self.measured = [*measures.names[:1], *rates, *measures.names[1:]]
         self.gradient = self.passes["gradient"] = Pass(self, loss, self.optimizer_step.gradients)
-        self.seeds_updates = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
+        self.seeds_updates = bool(job.hooks.given) or any(
+            runs_users_code(spec) for _, spec in (*job.optimizers, *job.schedulers)
+        )
 
 
 @dataclass(eq=False)
@@ -254,7 +258,12 @@ class TrainingStep:
             norm = optimizer_step.skip()
         else:
             norm = optimizer_step.apply(self.weight, self.loaded.whole.planned_rows, self.number)
-        self.updated[number] = optimizer_step.rate, norm
+        first, *further = optimizer_step.rates
+        self.updated[number] = first, norm
+        if further:  # of a declared training; a loop's update has one optimizer
+            assert self.totals is not None
+            cells = [cell for rate in further for cell in (rate, 1.0)]
+            self.totals = self.totals.with_more(as_tensor(cells, trainer.placement.world.device))
         if not optimizer_step.has_skipped:  # as fp16 does where it overflows: the average takes in no weights twice
             self.has_updated = True
 

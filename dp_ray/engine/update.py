@@ -15,7 +15,7 @@ from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.optimizer import (
     HALVES,
     Schedule,
-    build_optimizer,
+    build_optimizers,
     load_optimizer,
     parameters_of,
     scale_by,
@@ -28,6 +28,8 @@ from dp_ray.engine.tree_sum import sparse_parameters
 from dp_ray.engine.user_code import raise_as, reraise_as, shards_hint
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.job.targets import resolve
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_sharded, local
 from dp_ray.text import listed
@@ -40,15 +42,18 @@ def declared_step(
     job: Job, model: nn.Module, device: torch.device, parts: ShardedParts | None = None
 ) -> "OptimizerStep":
     """Return the update of a training that its job declares; raises JobError for what cannot train this model."""
-    optimizers = [build_optimizer(job.optimizer, model, {} if parts is None else parts.flats)]
     # The update of a part must be the part of the update, on one worker too, which holds the whole.
     is_exact = job.bitwise and job.is_sharded
-    for optimizer in optimizers if is_exact or parts is not None else ():
-        check_updates_parts(optimizer, is_exact)
+    updates_parts = is_exact or parts is not None
+    for key, spec in job.optimizers if updates_parts else ():
+        check_updates_parts(key, resolve(key, spec) if isinstance(spec, Target) else None, is_exact)
+    optimizers = build_optimizers(job.optimizers, model, {} if parts is None else parts.flats)
+    for (key, _), optimizer in zip(job.optimizers if updates_parts else (), optimizers, strict=False):
+        check_updates_parts(key, type(optimizer), is_exact)  # what functions of the user's give
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     # The scaler checks the reduced gradients, so all ranks skip the same steps.
     scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
-    schedule = Schedule(job.scheduler, optimizers)
+    schedule = Schedule(job.schedulers, optimizers)
     step = OptimizerStep(model, optimizers, schedule, trained, scaler, job.grad_clip, parts)
     if is_exact:
         step.updating = one_thread
@@ -66,8 +71,13 @@ class Optimizers:
         self.optimizers, self._named = optimizers, named
 
     @property
+    def learning_rates(self) -> list[float]:
+        """The learning rate of the first parameter group of each optimizer."""
+        return [float(optimizer.param_groups[0]["lr"]) for optimizer in self.optimizers]
+
+    @property
     def learning_rate(self) -> float:
-        """The learning rate of the first parameter group; NaN without an optimizer."""
+        """The learning rate of the first optimizer's first parameter group; NaN without an optimizer."""
         return float(self.optimizers[0].param_groups[0]["lr"]) if self.optimizers else float("nan")
 
     @contextmanager
@@ -193,7 +203,7 @@ class OptimizerStep(Optimizers):
         self.schedule, self.scaler, self.clip, self.parts = schedule, scaler, clip, parts
         self.updating: Callable[[Any], AbstractContextManager[object]] = nullcontext  # around an optimizer's step
         self.has_skipped = False  # whether the last step has left the parameters as they were
-        self.rate = 0.0  # the first learning rate of the last step
+        self.rates = [0.0]  # the first learning rate of each optimizer in the last step
         self._frozen = {
             name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad
         }
@@ -241,7 +251,7 @@ class OptimizerStep(Optimizers):
         for number, optimizer in enumerate(self.optimizers):
             end = f" {number}" if number else ""
             found["optimizer" + end] = optimizer if self.parts is None else StateOfParts(self.parts, optimizer)
-            found["scheduler" + end] = self.schedule.schedulers[number] if self.schedule.schedulers else None
+            found["scheduler" + end] = self.schedule.schedulers[number]
         return {**found, "scaler": self.scaler}
 
     def apply(self, weight: torch.Tensor | float, rows: int, step: int) -> torch.Tensor:
@@ -297,7 +307,7 @@ class OptimizerStep(Optimizers):
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
         self.drop_gradients()
-        self.has_skipped, self.rate = True, self.learning_rate
+        self.has_skipped, self.rates = True, self.learning_rates
         return torch.zeros((), device=self.gradients.held[0].device)
 
     def _begin(self, step: int) -> None:
@@ -309,8 +319,9 @@ class OptimizerStep(Optimizers):
                 "nothing would train it; let it require one there and freeze it until then (ddp), or train by a loop "
                 "of your own, whose optimizer may hold frozen parameters (docs/loops.md)"
             )
-        self.rate, num_held = float(self.optimizers[0].param_groups[0]["lr"]), 0
+        self.rates, num_held = [], 0
         for optimizer in self.optimizers:
+            self.rates.append(float(optimizer.param_groups[0]["lr"]))
             num_held += sum(map(len, map(PARAMETERS, optimizer.param_groups)))
         if num_held != self._num_held:
             raise ModelError(
@@ -370,7 +381,7 @@ class LoopOptimizerStep(OptimizerStep):
 
     def apply_with(self, closure: Callable[[], Any], step: int) -> torch.Tensor:
         """Update the parameters by an optimizer that calls for the loss; return the last gradient's norm."""
-        self.rate, self.has_skipped = self.learning_rate, False
+        self.rates, self.has_skipped = self.learning_rates, False
         with reraise_as(f"step {step}: optimizer", shards_hint):
             self.optimizers[0].step(closure)
         norm = total_norm(self.gradients.weigh(1.0, 1, step)[0])
@@ -395,7 +406,7 @@ class Updates(Optimizers):
     def __init__(self, each: Sequence[LoopOptimizerStep], states: Mapping[str, Any]) -> None:
         super().__init__([update.optimizers[0] for update in each], each[0]._named if each else ())
         self.each, self._states = each, states
-        self.schedule = Schedule(None, ())
+        self.schedule = Schedule((), ())
 
     @property
     def names(self) -> list[list[str]]:

@@ -132,12 +132,17 @@ def _nearest(path: str, got: Any = None) -> str:
     """Return a hint on an unknown key with this value: dp_ray's key for it, the one that was meant, or all keys."""
     *parents, key = path.split(".")
     owner: type[BaseModel] = JobKeys
+    models: list[type[BaseModel]] = []
     for parent in parents:
         field = owner.model_fields.get(parent)
         if field is None and owner is Eval:
             continue  # its name
+        if models and parent.isdecimal():  # an item of a list
+            owner = next((model for model in reversed(models) if issubclass(model, Target)), Target)
+            continue
         kinds = (field.annotation, *field.metadata) if field else ()
-        owner = next((model for kind in kinds for model in _models(kind)), Target)
+        models = [model for kind in kinds for model in _models(kind)]
+        owner = next(iter(models), Target)
     is_of_target = issubclass(owner, Target)
     close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.8 if is_of_target else 0.5)
     word = key.lower().replace("-", "_")

@@ -135,16 +135,28 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _lay_over(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set a nested key; a target given as text becomes a mapping when its args are set."""
-    for key in keys[:-1]:
-        inner = values.get(key)
+    """Set a nested key, or an item of a list; a target given as text becomes a mapping when its args are set."""
+    within: Any = values
+    for number, key in enumerate(keys):
+        at: Any = key
+        if isinstance(within, list):
+            if not key.isdecimal() or int(key) >= len(within):
+                path = ".".join(keys[:number])
+                raise JobError(
+                    f"{'.'.join(keys)}: {path} is a list of {len(within)}; name an item by its number, from 0, like "
+                    f"{path}.0, got {key!r}"
+                )
+            at = int(key)
+        if number == len(keys) - 1:
+            within[at] = value
+            return
+        inner = within[at] if isinstance(within, list) else within.get(at)
         if inner is None or isinstance(inner, str):
             inner = {} if inner is None else {"target": inner}
-        if not isinstance(inner, dict):
+        if not isinstance(inner, dict | list):
             raise JobError(f"{'.'.join(keys)}: {key} is {inner!r}, which has no keys of its own")
-        values[key] = dict(inner)  # a copy: the mapping may be the caller's
-        values = values[key]
-    values[keys[-1]] = value
+        within[at] = inner.copy()  # it may be the caller's
+        within = within[at]
 
 
 class _KeysOnly(GenerateJsonSchema):
@@ -181,12 +193,18 @@ SHOWN = 80  # characters of a value
 
 
 def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings with their dotted keys.
+    """Yield the values of nested mappings, and of lists of targets, with their dotted keys.
 
     >>> list(dotted({"optimizer": {"args": {"lr": 0.1}}, "batch_size": 32}))
     [('optimizer.args.lr', 0.1), ('batch_size', 32)]
     """
     for key, value in values.items():
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(each, Mapping) and "target" in each for each in value)
+        ):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping):
             yield from dotted(value, f"{before}{key}.")
         else:

@@ -27,7 +27,7 @@ from dp_ray.job.keys import (
     named_evals,
 )
 from dp_ray.plan.costs import profiled_of
-from dp_ray.plan.history import COLUMNS, is_taken
+from dp_ray.plan.history import COLUMNS, is_of_further, is_taken
 from dp_ray.text import counted, hide, hide_in
 
 LONGEST_NAME = 200  # of a run: systems of files have 255, and other files have the run's name and more
@@ -43,6 +43,11 @@ IN_A_LOOP = {
 }
 # What a training measures without an evaluation: the epoch's mean loss.
 _OF_EPOCHS = {"scheduler.metric": ("loss",), "early_stopping.metric": ("loss", "epoch_loss")}
+
+
+def _of_epochs(key: str) -> tuple[str, ...]:
+    """Return what the key of a metric may name without an evaluation, in an optimizer's own scheduler too."""
+    return _OF_EPOCHS.get(re.sub(r"^optimizer\.\d+\.", "", key), ())
 
 
 class MeasuringKeys(JobKeys):
@@ -89,16 +94,30 @@ class MeasuringKeys(JobKeys):
         return any(getattr(each, "reduction", "mean") == "sum" for each in (self.loss, self.step))
 
     @property
+    def optimizers(self) -> tuple[tuple[str, Any], ...]:
+        """The optimizers, each with its dotted key; a single one, which may be None, is `optimizer` itself."""
+        if not isinstance(self.optimizer, tuple):
+            return (("optimizer", self.optimizer),)
+        return tuple((f"optimizer.{number}", each) for number, each in enumerate(self.optimizer))
+
+    @property
+    def schedulers(self) -> tuple[tuple[str, Any], ...]:
+        """The scheduler of each optimizer, None if it has none, with its dotted key: its own, or the job's."""
+        own = [(f"{key}.scheduler", getattr(each, "scheduler", None)) for key, each in self.optimizers]
+        has_own = any(scheduler is not None for _, scheduler in own)
+        return tuple(own) if has_own else (("scheduler", self.scheduler),) * len(own)
+
+    @property
     def watched(self) -> dict[str, str]:
         """The metrics of evaluations by which a training decides, by the keys that name them."""
         best, stopping = self.checkpoint.best, self.early_stopping
         named = {
             "checkpoint.best.metric": best and best.metric,
-            "scheduler.metric": getattr(self.scheduler, "metric", None),
+            **{f"{key}.metric": getattr(scheduler, "metric", None) for key, scheduler in self.schedulers},
             "early_stopping.metric": stopping and stopping.metric,
         }
         is_train = self.task == "train"
-        return {key: name for key, name in named.items() if is_train and name and name not in _OF_EPOCHS.get(key, ())}
+        return {key: name for key, name in named.items() if is_train and name and name not in _of_epochs(key)}
 
     def owners(self, name: str) -> list[str]:
         """Return the metrics of which `name` may be an element: `eval_recall_0` of recall, if that gives a vector."""
@@ -113,7 +132,7 @@ class MeasuringKeys(JobKeys):
             if not METRIC.fullmatch(name) or name == "loss":
                 letters = "letters, digits, '.', '_' and '-', or several joined by '/', like val/iou"
                 yield f"metrics.{name}: must be a name of {letters}; and other than 'loss'"
-            elif self.task == "train" and is_taken(name):
+            elif self.task == "train" and (is_taken(name) or (len(self.optimizers) > 1 and is_of_further(name))):
                 yield f"metrics.{name}: is a column of the history, like {', '.join(COLUMNS)} and eval_...; rename it"
         for evaluation in self.evaluations:
             if lacking := [name for name in evaluation.keys.metrics or () if name not in self.metrics]:
@@ -123,7 +142,7 @@ class MeasuringKeys(JobKeys):
         measured = ", ".join(self.eval_names) or "nothing: there is no eval"
         for key, name in self.watched.items():
             if name not in self.eval_names and not self.owners(name):
-                others = "".join(f"{other} or " for other in _OF_EPOCHS.get(key, ())[-1:])
+                others = "".join(f"{other} or " for other in _of_epochs(key)[-1:])
                 yield f"{key}: must be {others}one that eval measures ({measured}), got {name!r}"
 
     def _of_eval_names(self) -> Iterator[str]:
@@ -299,12 +318,7 @@ class Job(MeasuringKeys):
         for key in ("compile", "sync_batchnorm"):
             if getattr(self, key) and self.activation_checkpointing is not False:
                 yield f"activation_checkpointing: is not possible with {key}; leave one of them out"
-        if (
-            isinstance(self.scheduler, Scheduler)
-            and self.scheduler.label == Scheduler.PLATEAU
-            and self.scheduler.per != "epoch"
-        ):
-            yield "scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch"
+        yield from self._of_optimizers()
         if self.step is not None and self.loss is not None and not self.loss_over_batch:
             yield (
                 "loss: is not used, because step computes the loss; leave loss or step out, or let the loss see the "
@@ -312,6 +326,22 @@ class Job(MeasuringKeys):
             )
         if self.loss_over_batch and self.loss_is_sum:
             yield "step.reduction: is of a step that returns the loss, and here the loss sees the batch; leave it out"
+
+    def _of_optimizers(self) -> Iterator[str]:
+        """Yield what is wrong with a list of optimizers, and with schedulers."""
+        for key, each in self.optimizers if isinstance(self.optimizer, tuple) else ():
+            if not isinstance(each, Target):
+                yield (
+                    f"{key}: must be a target, or a class or function of its parameters, like "
+                    f"functools.partial(torch.optim.AdamW, lr=0.001); got a {type(each).__qualname__}"
+                )
+            elif getattr(each, "match", None) is None and each is not self.optimizer[-1]:
+                yield f"{key}.match: is missing, so no parameter is left to those that follow; only the last has none"
+        for key, scheduler in self.schedulers:
+            if self.scheduler is not None and scheduler is not None and key != "scheduler":
+                yield f"scheduler: {key} is set too; set one for all optimizers, or leave it out"
+            if isinstance(scheduler, Scheduler) and scheduler.label == Scheduler.PLATEAU and scheduler.per != "epoch":
+                yield f"{key}.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch"
 
     def _of_sharding(self) -> Iterator[str]:
         """Yield keys that `strategy: fsdp` contradicts."""
@@ -406,7 +436,8 @@ class Job(MeasuringKeys):
     @property
     def targets(self) -> dict[str, Any]:
         """All targets and objects, by their dotted keys; None where a key is not set."""
-        targets = {key: getattr(self, key) for key in self.TARGETED}
+        targets = {key: getattr(self, key) for key in self.TARGETED if key not in ("optimizer", "scheduler")}
+        targets |= {**dict(self.optimizers), **dict(self.schedulers)}
         targets.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
         targets["outputs.after"] = self.outputs.after
         targets.update({f"hooks.{name}": target for name, target in self.hooks.given.items()})
@@ -442,6 +473,8 @@ class Job(MeasuringKeys):
         for key in cls.TARGETED:
             if (args := named.pop(f"{key}_args", None)) is not None:
                 target = named.get(key)
+                if key == "optimizer" and isinstance(target, list | tuple):
+                    raise JobError("optimizer_args: optimizer is a list; give each of its entries args of its own")
                 if isinstance(target, Target):
                     target = dict(target)
                 others = target if isinstance(target, Mapping) else {"target": target}
@@ -467,6 +500,8 @@ class Job(MeasuringKeys):
         values["eval"] = evals.get("", evals) or None
         values["outputs"] = {**self.outputs.model_dump(exclude={"after"}), "after": described(self.outputs.after)}
         values |= {key: described(getattr(self, key)) for key in self.TARGETED}
+        if isinstance(self.optimizer, tuple):
+            values["optimizer"] = list(map(described, self.optimizer))
         if self.metrics:
             values["metrics"] = {name: described(metric) for name, metric in self.metrics.items()}
         hidden: dict[str, Any] = hide_in({**values, "shards": "auto" if self.finds_shards else self.num_shards})

@@ -51,6 +51,7 @@ class Target(Strict):
 
     EXAMPLE: ClassVar[str] = "jobs.digits:Net"
     AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = ()  # keys that 0.2 did not have, and what its runs have
+    APART: ClassVar[tuple[str, ...]] = ("target",)  # keys that are described apart from the others
 
     target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})]
     """`module:attribute`, imported from the current folder. From Python, a class or function too."""
@@ -71,7 +72,7 @@ class Target(Strict):
             raise ValueError(f"must be 'module:attribute', like {self.EXAMPLE!r}{or_object}, got {self.target!r:.80}")
         try:
             # Before anything is called with the args: it may change them in place.
-            told = {key: value for key, value in self if key != "target" and (key, value) not in self.AS_BEFORE}
+            told = {key: value for key, value in self if key not in self.APART and (key, value) not in self.AS_BEFORE}
             self._described = describe_args(told)
         except RecursionError:
             raise ValueError("args: must be plain YAML values, got some that are nested too deeply") from None
@@ -173,7 +174,8 @@ def describe_target(value: Any, form: Form = "now") -> Any:
     if not isinstance(value, Target):
         return f"<{_qualified(value)}>"
     is_told = value.is_told if form == "now" else value.is_named
-    return {"target": value.label if is_told else f"<{value.label}>", **value._described.values}
+    apart = {key: describe_target(getattr(value, key), form) for key in value.APART if key != "target"}
+    return {"target": value.label if is_told else f"<{value.label}>", **value._described.values, **apart}
 
 
 class Compared(Target):
@@ -253,11 +255,15 @@ class Group(Strict):
 
     @model_validator(mode="after")
     def _is_a_pattern(self) -> "Group":
-        try:
-            re.compile(self.match)
-        except re.error as error:
-            raise ValueError(f"match must be a regular expression, got {self.match!r}: {error}") from None
+        _check_pattern(self.match)
         return self
+
+
+def _check_pattern(match: str) -> None:
+    try:
+        re.compile(match)
+    except re.error as error:
+        raise ValueError(f"match must be a regular expression, got {match!r}: {error}") from None
 
 
 class Optimizer(Target):
@@ -348,6 +354,42 @@ def _shaped(value: Any) -> Any:
 
 SchedulerKey = Annotated[
     Any, target_parser(Scheduler), BeforeValidator(_shaped, json_schema_input_type=TargetText | Scheduler | Shape)
+]
+
+
+class MatchedOptimizer(Optimizer):
+    """One of several optimizers: of the parameters that its `match` finds, and that of no earlier one has found."""
+
+    APART: ClassVar = ("target", "scheduler")
+
+    match: str | None = None
+    """In a list of optimizers: a regular expression that is searched in the parameters' names. A parameter belongs to
+    the first optimizer whose `match` finds it. The last one may have none: it gets the rest."""
+    scheduler: SchedulerKey | None = None
+    """In a list of optimizers: the scheduler of this one alone, in place of the job's `scheduler`."""
+
+    @model_validator(mode="after")
+    def _is_a_pattern(self) -> "MatchedOptimizer":
+        if self.match is not None:
+            _check_pattern(self.match)
+        return self
+
+
+def _each_optimizer(value: Any) -> Any:
+    """Return a list of optimizers as a tuple of targets, each with a `match`; leave all else as it is."""
+    if not isinstance(value, list | tuple):
+        return value
+    if not value:
+        raise ValueError("is an empty list; give one optimizer or more")
+    return TypeAdapter(tuple[Annotated[Any, target_parser(MatchedOptimizer)], ...]).validate_python(tuple(value))
+
+
+OptimizerKey = Annotated[
+    Any,
+    target_parser(Optimizer),
+    BeforeValidator(
+        _each_optimizer, json_schema_input_type=TargetText | Optimizer | list[TargetText | MatchedOptimizer]
+    ),
 ]
 
 
@@ -853,8 +895,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     loop: Targeted | None = None
     """train only: a function of a `dp_ray.Loop`, which trains in its own way: with several losses and optimizers, as
     of a GAN. It is in place of loss, step, optimizer, scheduler and grad_clip."""
-    optimizer: Annotated[Any, target_parser(Optimizer)] | None = None
-    """A class or function that is called with the trainable parameters. train needs one."""
+    optimizer: OptimizerKey | None = None
+    """A class or function that is called with the trainable parameters. train needs one. Or a list of several, each
+    of the parameters that its `match` finds."""
     scheduler: SchedulerKey | None = None
     """A class or function that is called with the optimizer and gives a learning rate scheduler; or `{warmup: 0.05,
     shape: cosine}`. Its args `T_max`, `total_steps`, `total_iters` and `num_training_steps` may be `auto`: how often

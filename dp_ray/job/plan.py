@@ -26,12 +26,12 @@ def plan_of(job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = ())
         about.append(costs.what_auto_does(split.largest_batch, job.max_workers))
     if job.skipped:
         about.append(f"skip: {counted(len(job.skipped), 'sample')} of the dataset left out, in each epoch")
-    if job.task == "train" and isinstance(job.scheduler, Scheduler):
+    for key, scheduler in schedulers_in(job).items():
         # A scheduler of torch's may state a length that is not the training's.
-        name = job.scheduler.label.partition(":")[2] if job.scheduler.is_torchs else ""
-        num = costs.num_scheduled(split, job.scheduler.per)
-        mismatch = costs.ends_elsewhere(name, job.scheduler.args, num, job.scheduler.per, job.epochs)
-        about += [mismatch] if mismatch else []
+        name = scheduler.label.partition(":")[2] if scheduler.is_torchs else ""
+        num = costs.num_scheduled(split, scheduler.per)
+        mismatch = costs.ends_elsewhere(name, scheduler.args, num, scheduler.per, job.epochs)
+        about += [f"{key}: {mismatch}"] if mismatch else []
     return costs.Plan(
         split=split,
         min_workers=job.min_workers,
@@ -49,15 +49,29 @@ def split_of(job: Job, rows: int) -> Split:
 
 
 def with_schedule(job: Job, split: Split) -> Job:
-    """Return the job, its scheduler with the length of this training in place of `auto`.
+    """Return the job, its schedulers with the length of this training in place of `auto`.
 
-    The run's own job keeps `auto`, so that a longer training is the same one; only what builds the scheduler takes
+    The run's own job keeps `auto`, so that a longer training is the same one; only what builds the schedulers takes
     this one.
     """
-    if not isinstance(job.scheduler, Scheduler) or not job.scheduler.is_planned:
+    planned = {
+        key: scheduler.planned(max(1, costs.num_scheduled(split, scheduler.per)))
+        for key, scheduler in job.schedulers
+        if isinstance(scheduler, Scheduler) and scheduler.is_planned
+    }
+    if not planned:
         return job
-    length = max(1, costs.num_scheduled(split, job.scheduler.per))
-    return job.model_copy(update={"scheduler": job.scheduler.planned(length)})
+    if "scheduler" in planned:
+        return job.model_copy(update=planned)
+    own = [(each, planned.get(f"{key}.scheduler")) for key, each in job.optimizers]
+    optimizers = tuple(each if new is None else each.model_copy(update={"scheduler": new}) for each, new in own)
+    return job.model_copy(update={"optimizer": optimizers})
+
+
+def schedulers_in(job: Job) -> dict[str, Scheduler]:
+    """Return the schedulers of a training that its job tells by keys, each by its dotted key."""
+    schedulers = dict(job.schedulers) if job.task == "train" else {}
+    return {key: scheduler for key, scheduler in schedulers.items() if isinstance(scheduler, Scheduler)}
 
 
 def evaluations_in(job: Job) -> tuple[NamedEval, ...]:
@@ -97,15 +111,15 @@ def _check(job: Job, split: Split) -> None:
             raise JobError(f"skip: there is no sample {last}: the dataset has {split.rows}, counted from 0")
         if len(job.skipped) == split.rows:
             raise JobError(f"skip: leaves out all {split.rows} samples of the dataset; leave some of them in")
-    if isinstance(job.scheduler, Scheduler) and split.steps > 0:
+    for key, scheduler in schedulers_in(job).items() if split.steps > 0 else ():
         # One that ends before the training raises an error when it is stepped further.
-        most, needed = job.scheduler.most_steps, costs.num_scheduled(split, job.scheduler.per)
+        most, needed = scheduler.most_steps, costs.num_scheduled(split, scheduler.per)
         if most is not None and most < needed:
-            raise JobError(costs.too_short(most, needed, job.scheduler.per))
-        warmup = job.scheduler.args.get("warmup") if job.scheduler.label == Scheduler.SHAPED else None
-        if job.task == "train" and isinstance(warmup, int) and warmup >= needed:
+            raise JobError(f"{key}: {costs.too_short(most, needed, scheduler.per)}")
+        warmup = scheduler.args.get("warmup") if scheduler.label == Scheduler.SHAPED else None
+        if isinstance(warmup, int) and warmup >= needed:
             raise JobError(
-                f"scheduler.warmup: {counted(warmup, 'update')}, and the training has {needed}; set fewer, or a "
+                f"{key}.warmup: {counted(warmup, 'update')}, and the training has {needed}; set fewer, or a "
                 "share below 1, like 0.05"
             )
     if split.steps == 0:

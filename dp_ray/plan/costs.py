@@ -346,7 +346,7 @@ def num_scheduled(split: Split, per: str, done: int = 0) -> int:
 def too_short(most: int, needed: int, per: str) -> str:
     """Return the error of a OneCycleLR that can be stepped `most` times more, where the training needs more."""
     return (
-        f"scheduler: this OneCycleLR lasts for {counted(most, 'step')} from here, and the training steps it {needed} "
+        f"this OneCycleLR lasts for {counted(most, 'step')} from here, and the training steps it {needed} "
         f"times, once each {per}; set total_steps: auto for the whole training, or train no longer than it lasts"
     )
 
@@ -387,7 +387,7 @@ def ends_elsewhere(name: str, args: Mapping[str, Any], num: int, per: str, epoch
         advice = "" if key == "milestones" else f"; {key}: auto is the whole training"
         advice += ", and per: epoch counts epochs" if per == "step" and states == epochs else ""
         stated = f"{name} has {key} {value}" if name else f"its {key} is {value}"
-        return f"scheduler: {stated}, and the training steps it {num} times, once each {per}: {what}{advice}"
+        return f"{stated}, and the training steps it {num} times, once each {per}: {what}{advice}"
     return ""
 
 

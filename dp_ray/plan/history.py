@@ -52,7 +52,7 @@ def history_row(
 
 
 def of_further(number: int) -> tuple[str, str]:
-    """Return the columns of the rate and the norm of a loop's optimizer after the first, which is number 0."""
+    """Return the columns of an optimizer after the first, which is number 0: of its rate and, in a loop, its norm."""
     return f"{RATE}_{number}", f"{NORM}_{number}"
 
 
@@ -67,7 +67,7 @@ def is_measured(name: str) -> bool:
 
 
 def is_of_further(name: str) -> bool:
-    """Return whether a column is a rate or a norm of a loop's optimizer after the first."""
+    """Return whether a column is a rate or a norm of an optimizer after the first."""
     return _OF_FURTHER.fullmatch(name) is not None
 
 

@@ -173,14 +173,12 @@ def check(choice: StepChoice, split: Split) -> None:
 
 
 def _check_watched(trainer: TrainedModel, first: int, wanted: int, history: StepRows) -> None:
-    """Raise JobError if the scheduler needs an evaluation that the history does not have."""
-    schedule = trainer.schedule
-    if not schedule.watches or schedule.metric == "loss":
-        return
-    lacking = [step for step in range(first, wanted) if step not in history]
+    """Raise JobError if a scheduler needs an evaluation that the history does not have."""
+    watched = [metric for metric in trainer.schedule.watched.values() if metric != "loss"]
+    lacking = [step for step in range(first, wanted) if watched and step not in history]
     if lacking:
         raise JobError(
-            f"--step {wanted}: the scheduler watches {schedule.metric}, and the run's history lacks step {lacking[0]}"
+            f"--step {wanted}: the scheduler watches {watched[0]}, and the run's history lacks step {lacking[0]}"
         )
 
 

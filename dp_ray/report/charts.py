@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from dp_ray.job.keys import NamedEval, measured_by, named_evals
-from dp_ray.plan.history import CLOCKED, COUNTS, LOSS_OF, NORM, RATE, ROWS_OF, is_inner
+from dp_ray.plan.history import CLOCKED, COUNTS, LOSS_OF, NORM, RATE, ROWS_OF, is_inner, is_of_further
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.tables import known_numbers, numbers
 
@@ -136,6 +136,8 @@ def _groups(names: Sequence[str], evals: Sequence[NamedEval], is_sum: bool) -> d
     values = {name: name.removeprefix("eval_" if each is None else each.prefix) for name, each in by.items()}
     # The sources of a mixture share a chart.
     values |= {name: kind for kind in (LOSS_OF, ROWS_OF) for name in drawn if values[name].startswith(kind)}
+    # So do the rates of several optimizers, and the norms of a loop's.
+    values |= {name: name.rpartition("_")[0] for name in drawn if is_of_further(name)}
     if is_sum:
         values |= {name: "epoch_loss" for name in drawn if values[name] == "loss" and name != "loss"}
     bare = dict.fromkeys(values.values())
@@ -166,7 +168,7 @@ def series_of(name: str, history: pa.Table, whole: int) -> dict[str, Any]:
         "numOdd": points.num_odd,
         "points": len(values),
         "isSparse": len(values) <= FEW,
-        "isStep": name in EXACT,
+        "isStep": name in EXACT or (is_of_further(name) and name.startswith(RATE)),
     }
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
 from dp_ray.job.files import differences, same
 from dp_ray.job.job import Job
-from dp_ray.job.plan import checkpoints_of
+from dp_ray.job.plan import checkpoints_of, schedulers_in
 from dp_ray.job.samples import describe_order, mixture_of
 from dp_ray.messages import Logged
 from dp_ray.plan.split import Split
@@ -366,20 +366,25 @@ def resume(training: Training, checkpoint: Checkpoint, plans: bool = True) -> Tr
             )
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(checkpoint.state)
-    scheduler, steps = training.context.job.scheduler, training.split.total_steps
+    steps = training.split.total_steps
     before = about.get("steps", steps)
     if steps != before:
-        schedule, rate = trainer.schedule, trainer.optimizer_step.learning_rate
-        is_planned = plans and isinstance(scheduler, keys.Scheduler) and scheduler.is_planned
+        schedule, rates = trainer.schedule, trainer.optimizer_step.learning_rates
+        planned = [key for key, spec in schedulers_in(training.context.job).items() if plans and spec.is_planned]
         says = ""
-        if is_planned and schedule.begin_anew():
-            now = trainer.optimizer_step.learning_rate
-            says = f"the scheduler is planned anew: the learning rate goes on at {now:.4g}, not {rate:.4g}"
-        elif schedule.schedulers:
+        if schedule.begin_anew(planned):
+            now, then = (_shown(rates) for rates in (trainer.optimizer_step.learning_rates, rates))
+            says = f"the scheduler is planned anew: the learning rate goes on at {now}, not {then}"
+        elif any(scheduler is not None for scheduler in schedule.schedulers):
             says = "the scheduler stays as it was built"
         if says:
             training.context.say(f"{steps} steps now, {before} before: {says}")
     return TrainState(**about["running"])
+
+
+def _shown(rates: Sequence[float]) -> str:
+    """Return the learning rates of optimizers as text."""
+    return ", ".join(f"{rate:.4g}" for rate in rates)
 
 
 def sample_layout(job: Job, split: Split, dataset: Any) -> TrainingLayout:
@@ -401,7 +406,7 @@ def check_layout(what: str, about: dict[str, Any], here: TrainingLayout, advice:
 
 
 def updates_of(job: Job, form: keys.Form = "now") -> UpdateKeys:
-    """Return the job's optimizer and scheduler; a checkpoint stores them. `form` is that of `Job.describe`."""
+    """Return the job's optimizers and schedulers; a checkpoint stores them. `form` is that of `Job.describe`."""
     described = job.describe(form)
     kept: UpdateKeys = json.loads(
         json.dumps({key: described[key] for key in ("optimizer", "scheduler")}, default=str)
@@ -419,13 +424,23 @@ def check_updates(what: str, there: UpdateKeys | None, job: Job, advice: str) ->
         return None
     here = updates_of(job)
     changed = ", ".join(differences(there, here))
-    alone = (there["scheduler"] is None) != (here["scheduler"] is None)
-    if not same(there["optimizer"], here["optimizer"]) or alone:
+    (optimizers, schedulers), (others, their_schedulers) = map(_apart, (here, there))
+    alone = [None in pair and pair != (None, None) for pair in zip(schedulers, their_schedulers, strict=False)]
+    if not same(optimizers, others) or any(alone):
         raise JobError(
             f"{what} goes on with the optimizer and scheduler that it was trained with, and this job's differ "
             f"({changed}); set them as they were, or {advice}"
         )
     return f"{what}: {changed}; what the scheduler's state holds goes on as it was" if changed else None
+
+
+def _apart(updates: UpdateKeys) -> tuple[Any, list[Any]]:
+    """Return the optimizers without schedulers, and the schedulers of all and of each."""
+    optimizer = updates["optimizer"]
+    if not isinstance(optimizer, list):
+        return optimizer, [updates["scheduler"]]
+    schedulers = [each.get("scheduler") for each in optimizer]
+    return [{**each, "scheduler": None} for each in optimizer], [updates["scheduler"], *schedulers]
 
 
 def keep_weights(training: Training) -> None:

@@ -148,7 +148,8 @@ class Loop:
                 f"run.optimizer: the {type(scheduler).__qualname__} is of another optimizer, so it would change the "
                 f"rate of that one; make it of this {type(optimizer).__qualname__}"
             )
-        schedule = Schedule(None if scheduler is None else lambda _: scheduler, [optimizer])
+        spec = None if scheduler is None else lambda _: scheduler
+        schedule = Schedule([("scheduler", spec)], [optimizer])
         update = LoopUpdate(self, LoopOptimizerStep(self.model, optimizer, schedule), len(self._updates))
         self._updates.append(update)
         return update
@@ -340,7 +341,7 @@ class LoopUpdate:
                 step._of.update(given, self._number)
             else:
                 norm = given.apply_with(self._again(closure, step), step.number)
-                step._of.updated[self._number], step._of.has_updated = (given.rate, norm), True
+                step._of.updated[self._number], step._of.has_updated = (given.rates[0], norm), True
 
     def _again(self, closure: Callable[[], Any], step: "LoopStep") -> Callable[[], Any]:
         first = step._of.num_passes

@@ -280,7 +280,7 @@ class Drawn(models.Rows):
         ({"dataset": [{"target": "a:b"}, "a:c"]}, r"dataset: is a list of 2 datasets, .* ConcatDataset"),
         ({"eval": {"dataset": (models.Rows(9),)}}, r"eval.dataset: is a tuple of 1 datasets, .* ConcatDataset"),
         ({"dataset": {"a": models.Rows(9), "b": models.Rows(9)}}, r"dataset: must be one target, got a dict of a, b"),
-        ({"optimizer": ["torch.optim:SGD", "torch.optim:SGD"]}, r"optimizer: is a list of 2, .* in optimizer.groups"),
+        ({"optimizer": ["torch.optim:SGD", "torch.optim:SGD"]}, r"optimizer\.0\.match: is missing, so no parameter"),
         ({"scheduler": ["torch.optim.lr_scheduler:StepLR"]}, r"scheduler: is a list; .* SequentialLR"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_ray.engine.optimizer import build_optimizer, norms_of
+from dp_ray.engine.optimizer import build_optimizers, norms_of
 from dp_ray.engine.sharded.state import updating_apart
 from dp_ray.engine.update import OptimizerStep, load_part
 from dp_ray.errors import JobError
@@ -123,7 +123,7 @@ def test_optimizers_have_one_norm_and_clip_and_a_schedule_each() -> None:
             scheduler.step()
             optimizer.zero_grad()
         torch.testing.assert_close(norm, expected)
-        assert step.rate == 0.1 * 0.5 ** (number // 2)
+        assert step.rates[0] == 0.1 * 0.5 ** (number // 2)
         assert all(parameter.grad is None for parameter in ours.parameters())
     assert [optimizer.param_groups[0]["lr"] for optimizer in step.optimizers] == [0.025, 0.0025]
     for parameter, other in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -167,7 +167,7 @@ def test_the_state_of_each_optimizer_is_kept_under_its_number() -> None:
 
 def test_a_parameter_that_is_not_the_models_is_refused() -> None:
     with pytest.raises(JobError, match=r"optimizer: .* \[3\] that is none of the parameters it was given"):
-        build_optimizer(with_a_stranger, training.mlp())
+        build_optimizers([("optimizer", with_a_stranger)], training.mlp())
 
 
 class Rows(nn.Parameter):

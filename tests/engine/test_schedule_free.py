@@ -12,7 +12,7 @@ from torch import nn
 import dp_ray
 from dp_ray.driver.checks import check_targets
 from dp_ray.driver.replay import replay
-from dp_ray.engine.optimizer import build_optimizer
+from dp_ray.engine.optimizer import build_optimizers
 from dp_ray.errors import JobError
 from dp_ray.plan.order import Order
 from dp_ray.replay.replay import StepChoice
@@ -167,4 +167,4 @@ def test_an_optimizer_that_wants_the_loss_again_is_refused(name: str, says: str)
         )
     made = {"Sam": Sam, "Again": Again}[name]
     with pytest.raises(JobError, match=match):
-        build_optimizer(lambda parameters: made(parameters, lr=0.1), training.mlp())
+        build_optimizers([("optimizer", lambda parameters: made(parameters, lr=0.1))], training.mlp())

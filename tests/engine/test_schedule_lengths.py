@@ -188,7 +188,7 @@ def test_the_short_form_is_torchs_own_classes(shape: str, warmup: float, updates
     job = with_schedule(given, split_of(given, ROWS))
 
     def make(optimizer: torch.optim.Optimizer) -> Any:
-        return Schedule(job.scheduler, [optimizer]).schedulers[0]
+        return Schedule(job.schedulers, [optimizer]).schedulers[0]
 
     def plain(optimizer: torch.optim.Optimizer) -> Any:
         lr, left = torch.optim.lr_scheduler, STEPS - updates

@@ -148,7 +148,9 @@ def update_of(
 ) -> OptimizerStep:
     """Build the update of a model by several optimizers, each with a scheduler."""
     named = dict(model.named_parameters())
-    return OptimizerStep(model, optimizers, Schedule(scheduler, optimizers), named, **given)
+    return OptimizerStep(
+        model, optimizers, Schedule([("scheduler", scheduler)] * len(optimizers), optimizers), named, **given
+    )
 
 
 def ddp_reduction_of(

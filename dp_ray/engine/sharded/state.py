@@ -3,6 +3,7 @@
 `build.py` builds it. This module does not import torch's FSDP, which takes seconds. Begin at `Sharded`.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -487,22 +488,24 @@ class StateOfParts:
         )
 
 
-def check_updates_parts(optimizer: torch.optim.Optimizer, is_exact: bool) -> None:
-    """Raise JobError for an optimizer that cannot update a part of a parameter.
+def check_updates_parts(key: str, kind: Any, is_exact: bool) -> None:
+    """Raise JobError for a class of optimizers, that of the job's `key`, that cannot update a part of a parameter.
 
-    If it must be `is_exact`, also for one whose update of a part may not be the part of the whole update.
+    If it must be `is_exact`, also for one whose update of a part may not be the part of the whole update. What is no
+    class is not known yet.
     """
-    kind = type(optimizer)
+    if not inspect.isclass(kind):
+        return
     if is_exact and kind not in ELEMENTWISE:
         raise JobError(
-            f"optimizer: {kind.__qualname__} may use all of a parameter to update a part of it, "
+            f"{key}: {kind.__qualname__} may use all of a parameter to update a part of it, "
             "so with strategy: fsdp it cannot be bitwise; "
             f"take one of torch.optim's {listed([each.__name__ for each in ELEMENTWISE])}, or leave bitwise out"
         )
     # torch computes neither the state of the one, which has another size, nor the other's writes by signs in shards.
-    if not is_exact and isinstance(optimizer, optim.Adafactor | optim.Rprop):
+    if not is_exact and issubclass(kind, optim.Adafactor | optim.Rprop):
         raise JobError(
-            f"optimizer: {kind.__name__} cannot update the parts of parameters that strategy: fsdp gives workers; "
+            f"{key}: {kind.__name__} cannot update the parts of parameters that strategy: fsdp gives workers; "
             "take another one, like torch.optim:AdamW"
         )
 
