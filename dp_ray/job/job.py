@@ -306,6 +306,16 @@ class Job(MeasuringKeys):
                 "loss: is not used, because step computes the loss; leave loss or step out, or let the loss see the "
                 "whole batch (over: batch) and step return {'outputs': ..., 'target': ...}"
             )
+        stopping = self.early_stopping if self.task == "train" else None
+        if stopping is not None and stopping.patience is None and stopping.below is None:
+            yield "early_stopping.patience: is missing; give patience, or below, or both"
+        if stopping is not None and stopping.every is not None and stopping.metric != "loss":
+            yield (
+                f"early_stopping.every: step is for metric: loss, got metric: {stopping.metric}; leave every out, or "
+                "set eval.every_steps"
+            )
+        if stopping is not None and stopping.below is not None and stopping.mode == "max":
+            yield "early_stopping.below: is not for mode: max, where larger is better; leave one of them out"
 
     def _of_sharding(self) -> Iterator[str]:
         """Yield keys that `strategy: fsdp` contradicts."""
@@ -453,6 +463,8 @@ class Job(MeasuringKeys):
         described = functools.partial(describe_target, form=form)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
+        if self.early_stopping is not None:  # earlier versions did not know some of its keys
+            values["early_stopping"] = self.early_stopping.model_dump(exclude_none=True)
         evals = {name: _described_eval(keys, described(keys.dataset)) for name, keys in self.evaluations}
         values["eval"] = evals.get("", evals) or None
         values["outputs"] = {**self.outputs.model_dump(exclude={"after"}), "after": described(self.outputs.after)}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import dp_ray
 from dp_ray.cli.runs import watched_lines
+from dp_ray.engine.trainer import Update
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.report.run_data import read_run
@@ -34,6 +35,11 @@ KEYS: dict[str, Any] = {
     "eval": EVAL,
     "early_stopping": {"metric": "eval_loss", "patience": 2},
 }
+
+
+def update_of(loss: float, weight: float = 2.0) -> Update:
+    """A step whose losses have this mean."""
+    return Update(torch.tensor([loss * weight, weight, 0.0, 0.0], dtype=torch.float64), 0.1, torch.zeros(()), False)
 
 
 def stopping_of(train_state: TrainState, **keys: Any) -> Stopping:
@@ -73,8 +79,8 @@ def test_it_stops_where_a_count_by_hand_does_also_across_a_resume(
         if count == killed:  # its state goes through a checkpoint
             train_state = TrainState(**json.loads(json.dumps(train_state.to_json())))
             stopping = stopping_of(train_state, patience=patience, min_delta=delta, mode=mode)
-        assert not stopping.take({"loss": 0.0}), "nothing was evaluated"
-        if stopping.take({"eval_loss": value}):
+        assert not stopping.take({"loss": 0.0}, update_of(0.0)), "nothing was evaluated"
+        if stopping.take({"eval_loss": value}, update_of(0.0)):
             stopped = count
             break
     assert stopped == expected
@@ -83,7 +89,7 @@ def test_it_stops_where_a_count_by_hand_does_also_across_a_resume(
 def test_another_metric_mode_or_delta_begins_to_count_anew() -> None:
     train_state = TrainState()
     stopping = stopping_of(train_state, patience=2)
-    assert [stopping.take({"eval_loss": value}) for value in (1.0, 2.0)] == [False, False]
+    assert [stopping.take({"eval_loss": value}, update_of(0.0)) for value in (1.0, 2.0)] == [False, False]
     assert stopping_of(train_state, patience=1).has_stopped, "with less patience it stops where it is"
     for keys in ({"mode": "max"}, {"min_delta": 0.5}):
         again = TrainState(**json.loads(json.dumps(train_state.to_json())))
