@@ -135,7 +135,7 @@ class LoopModel(TrainedModel):
         return self.merged(own, f"step {loaded.step}: step.gather({name_of(function)})")
 
     def merged(self, own: Sequence[ShardOutput], where: str) -> MergedBatch | None:
-        """Merge what a function has given of the shards of all workers; None without any row. Every rank calls this."""
+        """Merge what a function gave of the shards of all workers; None without any row. Every rank calls this."""
         batches = WholeBatches(self.placement.job.batch_dim, joins_lists=True)
         with locating(where):
             return merged_batch(own, self.placement.world.device, batches)
@@ -218,8 +218,8 @@ class LoopPass(Pass):
         if self.keeps and not isinstance(outputs, Mapping):
             got = what_it_is(returned) if outputs is None else f"as outputs {what_it_is(outputs)}"
             raise ModelError(
-                f"step.backward: with keep, {name_of(self.function)} returns {{'loss': ..., 'outputs': {{name: ...}}}} "
-                f"(with over, no loss, and maybe a target), and it returned {got}"
+                f"step.backward: with keep, {name_of(self.function)} returns {{'loss': ..., 'outputs': {{name: ...}}}}"
+                f" (with over, no loss, and maybe a target), and it returned {got}"
             )
         return returned
 

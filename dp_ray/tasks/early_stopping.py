@@ -41,7 +41,7 @@ class Stopping:
         return below is not None and self._state.stopping.get("low", math.inf) < below
 
     def take(self, measured: dict[str, float], update: Update) -> bool:
-        """Take in a step, and what was measured after it; return whether the training stops. Every rank calls this."""
+        """Take in a step and what was measured after it; return whether the training stops. Every rank calls this."""
         counts, wanted = self._state.stopping, self._wanted
         if self.reason:
             counts["reason"] = self.reason

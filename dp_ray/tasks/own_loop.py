@@ -650,7 +650,7 @@ class StopOfLoop(Stopping):
         self._loop = loop
 
     def take(self, measured: dict[str, float], update: Update) -> bool:
-        """Take in a step, and what was measured after it; return whether the training stops. Every rank calls this."""
+        """Take in a step and what was measured after it; return whether the training stops. Every rank calls this."""
         self.reason = self._loop._reason
         stops = super().take(measured, update)
         if (stops or self._state.step == self._loop.num_steps) and not self._loop._has_trained:
