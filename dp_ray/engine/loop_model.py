@@ -217,9 +217,9 @@ class LoopPass(Pass):
         outputs = returned.get("outputs") if isinstance(returned, Mapping) else None
         if self.keeps and not isinstance(outputs, Mapping):
             got = what_it_is(returned) if outputs is None else f"as outputs {what_it_is(outputs)}"
+            returns = "{'loss': ..., 'outputs': {name: ...}} (with over, no loss, and maybe a target)"
             raise ModelError(
-                f"step.backward: with keep, {name_of(self.function)} returns {{'loss': ..., 'outputs': {{name: ...}}}}"
-                f" (with over, no loss, and maybe a target), and it returned {got}"
+                f"step.backward: with keep, {name_of(self.function)} returns {returns}, and it returned {got}"
             )
         return returned
 
