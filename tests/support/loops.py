@@ -572,6 +572,10 @@ class RankError:
     """The mean error as a metric with a state, whose value differs by worker."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all."""
         self.total, self.count = 0.0, 0
 
     def update(self, outputs: torch.Tensor, target: torch.Tensor) -> None:

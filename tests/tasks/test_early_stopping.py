@@ -138,7 +138,13 @@ def test_a_metric_of_an_evaluation_may_be_good_enough() -> None:
     told = stopping.stopped()
     assert told.text == "stopped early after 4 steps: eval_loss is 0.4, below 0.5"
     assert told.to_json() == {
-        "step": 4, "metric": "eval_loss", "mode": "min", "min_delta": 0.0, "best": 0.4, "times": 0, "below": 0.5,
+        "step": 4,
+        "metric": "eval_loss",
+        "mode": "min",
+        "min_delta": 0.0,
+        "best": 0.4,
+        "times": 0,
+        "below": 0.5,
         "text": told.text,
     }
 
