@@ -19,8 +19,8 @@ WORDS = re.findall(r"\w+|[^\w\s]", TEXT)
 KNOWN = {word: number for number, (word, _) in enumerate(Counter(WORDS).most_common(2000), 1)}  # 0 is any other word
 
 
-class Pieces(Dataset[dict[str, Any]]):
-    """The text in COLUMNS columns, in pieces of `length` words: first the first piece of each column, and so on."""
+class Pieces(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The text in COLUMNS columns, of which a batch has a piece each: `length` words, and the word after each."""
 
     def __init__(self, split: str = "train", length: int = 35, pieces: int = 100) -> None:
         numbers = torch.tensor([KNOWN.get(word, 0) for word in WORDS])
@@ -33,10 +33,10 @@ class Pieces(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self.pieces * COLUMNS
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         piece, column = divmod(index, COLUMNS)
         words = self.columns[column, piece * self.length : (piece + 1) * self.length + 1]
-        return {"words": words[:-1], "next": words[1:], "begins": piece == 0}
+        return words[:-1], words[1:]
 
 
 class Reader(nn.Module):
@@ -71,17 +71,21 @@ def train(run: dp_ray.Loop) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
     update = run.optimizer(optimizer)
     plateau = run.state("plateau", ReduceLROnPlateau(optimizer, factor=0.25, patience=0))
-    zeros = torch.zeros(COLUMNS, *model.size, device=run.device)
-    kept = run.state("kept", {"state": [zeros, zeros.clone()]})  # comes back with each checkpoint
 
-    def loss(batch: dict[str, Any]) -> dict[str, Any]:
-        goes_on = ~batch["begins"][:, None, None]
-        logits, state = model.read(batch["words"], [part * goes_on for part in batch["state"]])
-        return {"loss": loss_of(logits, batch["next"]), "outputs": {"state": state}}
+    def begun() -> list[torch.Tensor]:
+        return [torch.zeros(COLUMNS, *model.size, device=run.device) for _ in range(2)]
+
+    kept = run.state("kept", {"state": begun()})  # a run that goes on has it as it was
+
+    def loss(batch: Any) -> dict[str, Any]:
+        words, following, before = batch
+        logits, state = model.read(words, before)
+        return {"loss": loss_of(logits, following), "outputs": {"state": state}}
 
     for step in run.steps():
         if step.epoch > plateau.last_epoch:
             plateau.step(run.evaluated["eval_loss_of_words"])
-        whole = step.gather(lambda batch: batch)
-        step.backward(loss, model, batch=whole | kept, keep=kept)
+            kept["state"] = begun()
+        words, following = step.gather(lambda batch: batch)  # of all rows, as the state is
+        step.backward(loss, model, batch=(words, following, kept["state"]), keep=kept)
         update.step(clip=0.25)

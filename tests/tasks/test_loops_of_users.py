@@ -32,8 +32,6 @@ KEYS: dict[str, dict[str, Any]] = {
             "dataset": {"target": "jobs.loops.words:Pieces", "args": {"split": "test", "length": 5, "pieces": 2}}
         },
         "metrics": {"loss_of_words": "jobs.loops.words:loss_of"},
-        "inputs": ["words"],
-        "target": "next",
         "batch_size": 20,
     },
     "actor_critic": {
