@@ -2,10 +2,12 @@
 
 import math
 
+from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.votes import Totals
 from dp_ray.job.job import Job
 from dp_ray.messages import StoppedEarly
+from dp_ray.system.threads import waiting
 from dp_ray.tasks.train_state import TrainState
 
 
@@ -46,7 +48,8 @@ class Stopping:
         if self.reason:
             counts["reason"] = self.reason
         if wanted is not None and wanted.every == "step":
-            ((total, weight),) = Totals.losses([update.sums])  # the sums of all workers, the same on each
+            with waiting(ON_GPU):
+                ((total, weight),) = Totals.losses([update.sums])  # of all workers, the same on each
             measured = {"loss": total / weight} if weight else {}
         if wanted is not None and wanted.column in measured:
             value = measured[wanted.column]
