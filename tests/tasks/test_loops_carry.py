@@ -175,11 +175,11 @@ def test_all_workers_have_rank_0s_numbers_of_a_metric_that_differs(tmp_path: Pat
     assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
 
 
-@pytest.mark.parametrize("key", ["below", "patience"])
-def test_the_loss_of_steps_ends_a_loop_on_any_workers_through_a_kill(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(("key", "loop"), [("below", "remembers"), ("patience", "gan")])
+def test_the_loss_of_steps_ends_a_loop_on_any_workers_through_a_kill(tmp_path: Path, key: str, loop: str) -> None:
     """After the same step, which is that of a count by hand over the steps of a loop that goes on."""
     keys: dict[str, Any] = {"bitwise": True, "epochs": 6, "checkpoint": {"every_steps": 1, "keep": 99}}
-    run_group(loop_job("gan", 1, **keys), tmp_path / "on")
+    run_group(loop_job(loop, 1, **keys), tmp_path / "on")
     losses = [row["loss"] for row in history_of(tmp_path / "on")]
     lows = [min(losses[:at]) for at in range(3, len(losses)) if losses[at] < min(losses[:at])]
     stopping: dict[str, Any] = {"below": lows[0]} if key == "below" else {"patience": 2}
@@ -189,8 +189,8 @@ def test_the_loss_of_steps_ends_a_loop_on_any_workers_through_a_kill(tmp_path: P
     for workers in (1, 2, 3):
         folder = tmp_path / str(workers)
         if workers == 3:
-            run_group(loop_job("gan", 2, **keys), folder, StopsBefore(ends - 1))
-        sent = run_group(loop_job("gan", workers, **keys), folder)
+            run_group(loop_job(loop, 2, **keys), folder, StopsBefore(ends - 1))
+        sent = run_group(loop_job(loop, workers, **keys), folder)
         (told,) = (message for message in sent if isinstance(message, StoppedEarly))
         assert told.step == ends
         assert [row["loss"] for row in history_of(folder)] == losses[:ends]
