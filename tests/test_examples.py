@@ -174,13 +174,13 @@ def test_the_walker_learns_to_go_to_the_middle(tmp_path: Path) -> None:
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.5
 
 
-def words_by_hand(epochs: int, length: int, pieces: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
-    """The weights of a small reader, the loss of each step, and of each evaluation, in plain torch."""
+def words_by_hand(epochs: int, length: int, pieces: int) -> tuple[dict[str, torch.Tensor], list[Any], list[float]]:
+    """The weights of a small reader, the loss and the rate of each step, and each evaluation, in plain torch."""
     model = initial(lambda: words.Reader(8, dropout=0.0))
     optimizer = torch.optim.SGD(model.parameters(), 20.0)
     plateau = ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
     data, test = words.Pieces("train", length, pieces), words.Pieces("test", length, pieces)
-    losses, evaluated = [], []
+    steps, evaluated = [], []
 
     def loss_of(columns: torch.Tensor, at: int, state: Any) -> Any:
         seen, state = model.lstm(model.embedding(columns[:, at : at + length]), state)
@@ -196,25 +196,26 @@ def words_by_hand(epochs: int, length: int, pieces: int) -> tuple[dict[str, torc
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
             optimizer.step()
             state = tuple(part.detach() for part in state)
-            losses.append(loss.item())
+            steps.append((loss.item(), optimizer.param_groups[0]["lr"]))
         with torch.no_grad():
             each = [loss_of(test.columns, at, None)[0].item() for at in range(0, pieces * length, length)]
         evaluated.append(sum(each) / len(each))
         plateau.step(evaluated[-1])
-    return model.state_dict(), losses, evaluated
+    return model.state_dict(), steps, evaluated
 
 
 def test_a_state_that_is_kept_from_step_to_step_is_that_of_plain_torch(tmp_path: Path) -> None:
     """As truncated back-propagation through time by hand, its rate lowered by what was evaluated."""
-    weights, losses, evaluated = words_by_hand(4, 5, 3)
-    small: dict[str, Any] = {"model.args": {"width": 8, "dropout": 0.0}, "epochs": 4, "workers": 2}
+    weights, steps, evaluated = words_by_hand(8, 5, 3)
+    small: dict[str, Any] = {"model.args": {"width": 8, "dropout": 0.0}, "epochs": 8, "workers": 2}
     small |= {
         "dataset.args": {"length": 5, "pieces": 3},
         "eval.dataset.args": {"split": "test", "length": 5, "pieces": 3},
     }
     run_group(job_of_file("loops/words.yaml", **small), tmp_path)
     history = history_of(tmp_path)
-    assert [row["loss"] for row in history] == pytest.approx(losses, rel=1e-4)
+    assert [row["loss"] for row in history] == pytest.approx([loss for loss, _ in steps], rel=1e-3)
+    assert [row["learning_rate"] for row in history] == [rate for _, rate in steps]
     found = [row["eval_loss_of_words"] for row in history if row["eval_loss_of_words"] is not None]
     assert found == pytest.approx(evaluated, rel=1e-4)
     assert history[-1]["learning_rate"] < 20.0, "the plateau has lowered it"

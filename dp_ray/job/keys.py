@@ -481,7 +481,7 @@ class EarlyStopping(Strict):
     below: FiniteFloat | None = None
     """Stop once the metric is below this."""
     patience: PositiveInt | None = None
-    """How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs; with `every: step`,
+    """How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs. With `every: step`,
     how many steps. Needed without `below`."""
     min_delta: NonNegativeFloat = 0.0
     """By how much at least a value must be better than the best one to be an improvement."""
@@ -821,8 +821,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     the training steps it in all."""
     early_stopping: EarlyStopping | None = None
     """train only: end the training once a metric has not improved for a while, like `{metric: eval_loss, patience:
-    3}`, or is good enough: `{metric: loss, every: step, below: 0.1}`. With more patience, or a smaller `below`, a run
-    that it has ended goes on."""
+    3}`. Or once it is good enough: `{metric: loss, every: step, below: 0.1}`. With more patience, or a smaller
+    `below`, a run that it has ended goes on."""
     ema: Ema | None = None
     """train only: also keep the exponential moving average of the weights, `ema.safetensors`, like `{decay: 0.999,
     evaluate: true}`."""
