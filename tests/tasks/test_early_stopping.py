@@ -295,6 +295,8 @@ def test_the_keys_at_their_defaults_leave_the_fingerprint_as_it_was() -> None:
     assert (plain.fingerprint(), plain.fingerprint(with_lengths=True)) == (before, with_lengths)
     stops = Job.make({**job, "early_stopping": {"metric": "loss", "patience": 2}, "hooks": {"on_end": "a:d"}}, "job")
     assert stops.fingerprint() == before
+    of_0_2 = {"metric": "loss", "patience": 2, "min_delta": 0.0, "mode": "min"}
+    assert stops.describe()["early_stopping"] == of_0_2, "else a run of that version had another length"
     assert Job.make({**job, "ema": {"decay": 0.9}}, "job").fingerprint() != before
 
 
