@@ -87,6 +87,12 @@ JOBS = (
     Shown("loops/gan", "a GAN, in [a loop of its own](loops.md)", EXAMPLES),
     Shown("loops/distillation", "a student that learns from a teacher, in a loop", EXAMPLES, (DIGITS,)),
     Shown("loops/reinforce", "REINFORCE: the data is what the policy does", EXAMPLES),
+    Shown(
+        "loops/actor_critic",
+        "an actor and its critic: carts that balance poles",
+        "tests/tasks/test_loops_of_users.py",
+    ),
+    Shown("loops/words", "an LSTM whose state is kept [from step to step](loops.md#from-step-to-step)", EXAMPLES),
     Shown("loops/lbfgs", "LBFGS: a step that computes the loss many times", EXAMPLES),
 )
 

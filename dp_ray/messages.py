@@ -176,7 +176,7 @@ class ShardsFound(NamedTuple):
 class StoppedEarly(NamedTuple):
     """The training has ended before its last step: `column` did not improve on `best` in `times` measurements.
 
-    Or its loop has stopped it, for its own `reason`.
+    Or `best`, the last one, is `below` what was asked for; or its loop has stopped it, for its own `reason`.
     `step` steps are done. `best` is None if the column was never a number.
     """
 
@@ -187,13 +187,17 @@ class StoppedEarly(NamedTuple):
     best: float | None
     times: int
     reason: str = ""
+    below: float | None = None
 
     @property
     def text(self) -> str:
         """The reason, in a line."""
         if self.reason:
             return f"stopped early after {counted(self.step, 'step')}: {self.reason}"
-        each = "epoch" if self.column == "epoch_loss" else "evaluation"
+        if self.below is not None:
+            done = counted(self.step, "step")
+            return f"stopped early after {done}: {self.column} is {self.best:.6g}, below {self.below:.6g}"
+        each = {"epoch_loss": "epoch", "loss": "step"}.get(self.column, "evaluation")
         did = "was never a number" if self.best is None else f"did not improve on {self.best:.6g}"
         return f"stopped early after {counted(self.step, 'step')}: {self.column} {did} in {counted(self.times, each)}"
 
@@ -201,8 +205,9 @@ class StoppedEarly(NamedTuple):
         """Return the values for `result.json`."""
         best = self.best if self.best is not None and math.isfinite(self.best) else None
         values = self._replace(best=best)._asdict()
-        if not values["reason"]:
-            del values["reason"]  # earlier versions do not know it
+        for name in ("reason", "below"):
+            if values[name] in ("", None):
+                del values[name]  # earlier versions do not know it
         return {"step": values.pop("step"), "metric": values.pop("column"), **values, "text": self.text}
 
 

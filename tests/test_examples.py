@@ -7,6 +7,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import dp_ray
 from dp_ray.job.files import load_job
@@ -15,6 +17,7 @@ from jobs.augmented import Moved
 from jobs.bad_records import Damaged
 from jobs.characters import LETTERS, Characters, Gpt, of_run, written
 from jobs.digits import Digits, Net
+from jobs.loops import words
 from jobs.loops.gan import NOISE, Gan
 from jobs.simclr import Encoder, by_plain_torch, found
 from tests.support.cluster import ROOT
@@ -198,6 +201,70 @@ def test_a_student_learns_from_its_teacher_which_stays(tmp_path: Path) -> None:
 def test_the_walker_learns_to_go_to_the_middle(tmp_path: Path) -> None:
     rewards = [row["reward"] for row in trained_here(tmp_path, "reinforce", epochs=12).history]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.5
+
+
+def words_by_hand(epochs: int, length: int, pieces: int) -> tuple[dict[str, torch.Tensor], list[Any], list[float]]:
+    """The weights of a small reader, the loss and the rate of each step, and each evaluation, in plain torch."""
+    model = initial(lambda: words.Reader(8, dropout=0.0))
+    optimizer = torch.optim.SGD(model.parameters(), 20.0)
+    plateau = ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
+    data, test = words.Pieces("train", length, pieces), words.Pieces("test", length, pieces)
+    steps, evaluated = [], []
+
+    def loss_of(columns: torch.Tensor, at: int, state: Any) -> Any:
+        seen, state = model.lstm(model.embedding(columns[:, at : at + length]), state)
+        following = columns[:, at + 1 : at + length + 1]
+        return cross_entropy(model.head(seen).flatten(0, 1), following.flatten()), state
+
+    for _ in range(epochs):
+        state = None
+        for at in range(0, pieces * length, length):
+            loss, state = loss_of(data.columns, at, state)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            optimizer.step()
+            state = tuple(part.detach() for part in state)
+            steps.append((loss.item(), optimizer.param_groups[0]["lr"]))
+        with torch.no_grad():
+            each = [loss_of(test.columns, at, None)[0].item() for at in range(0, pieces * length, length)]
+        evaluated.append(sum(each) / len(each))
+        plateau.step(evaluated[-1])
+    return model.state_dict(), steps, evaluated
+
+
+def test_a_state_that_is_kept_from_step_to_step_is_that_of_plain_torch(tmp_path: Path) -> None:
+    """As truncated back-propagation through time by hand, its rate lowered by what was evaluated."""
+    weights, steps, evaluated = words_by_hand(8, 5, 3)
+    small: dict[str, Any] = {"model.args": {"width": 8, "dropout": 0.0}, "epochs": 8, "workers": 2}
+    small |= {
+        "dataset.args": {"length": 5, "pieces": 3},
+        "eval.dataset.args": {"split": "test", "length": 5, "pieces": 3},
+    }
+    run_group(job_of_file("loops/words.yaml", **small), tmp_path)
+    history = history_of(tmp_path)
+    assert [row["loss"] for row in history] == pytest.approx([loss for loss, _ in steps], rel=1e-3)
+    assert [row["learning_rate"] for row in history] == [rate for _, rate in steps]
+    found = [row["eval_loss_of_words"] for row in history if row["eval_loss_of_words"] is not None]
+    assert found == pytest.approx(evaluated, rel=1e-4)
+    assert history[-1]["learning_rate"] < 20.0, "the plateau has lowered it"
+    for name, tensor in weights.items():
+        torch.testing.assert_close(weights_of(tmp_path)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_reader_learns_the_next_word(tmp_path: Path) -> None:
+    losses = [row["loss"] for row in trained_here(tmp_path, "words", epochs=2).history]
+    assert losses[0] == pytest.approx(math.log(len(words.KNOWN) + 1), rel=0.05), "a guess"
+    assert sum(losses[-10:]) / 10 < 0.8 * losses[0]
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_carts_learn_to_balance_their_poles(tmp_path: Path) -> None:
+    fell = [row["fell"] for row in trained_here(tmp_path, "actor_critic").history]
+    assert sum(fell[-150:]) / 150 < 0.3 * sum(fell[:50]) / 50
 
 
 @pytest.mark.full

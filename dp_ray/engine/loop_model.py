@@ -22,12 +22,12 @@ from dp_ray.engine.model import autocast
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.replica import Replica
-from dp_ray.engine.step import Metrics, OnShard, StepOutput, as_tensor
+from dp_ray.engine.step import Metrics, OnShard, StepOutput, as_tensor, what_it_is
 from dp_ray.engine.trainer import Pass, TrainedModel, TrainingStep
 from dp_ray.engine.update import Gradients, Updates
-from dp_ray.engine.user_code import batch_hint, locating, reraise_as, shards_hint
+from dp_ray.engine.user_code import batch_hint, locating, location, reraise_as, shards_hint
 from dp_ray.engine.votes import StepSums, Totals
-from dp_ray.engine.whole_batch import BatchLoss, MergedBatch, WholeBatches, detached, merged_batch
+from dp_ray.engine.whole_batch import BatchLoss, MergedBatch, ShardOutput, WholeBatches, detached, merged_batch
 from dp_ray.engine.world import World, all_gather, everyone, has_peers, is_gpu, new_group
 from dp_ray.errors import ModelError, other_calls
 from dp_ray.plan.history import of_further
@@ -121,12 +121,9 @@ class LoopModel(TrainedModel):
         """Call a function on this worker's shards; return the merged outputs of all workers, None without any row."""
         job, device, replica = self.placement.job, self.placement.world.device, self._replica
 
-        def without_graph(leaf: Any) -> Any:
-            return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
         def outputs_of(batch: Any) -> StepOutput:
             with reraise_as(name_of(function)), autocast(job.precision, device):
-                return StepOutput(None, map_leaves(without_graph, function(batch)))
+                return StepOutput(None, _without_graph(function(batch)))
 
         replica.begin(sum(bool(shard.rows) for shard in loaded.shards), loaded.lacks_shard_0)
         own = []
@@ -136,8 +133,13 @@ class LoopModel(TrainedModel):
             own.append(detached(outputs, turn.shard))
         self.state.share()
         self.state.finish(ends_step=number == 0)
-        with locating(f"step {loaded.step}: step.gather({name_of(function)})"):
-            return merged_batch(own, device, WholeBatches(job.batch_dim, joins_lists=True))
+        return self.merged(own, f"step {loaded.step}: step.gather({name_of(function)})")
+
+    def merged(self, own: Sequence[ShardOutput], where: str) -> MergedBatch | None:
+        """Merge what a function gave of the shards of all workers; None without any row. Every rank calls this."""
+        batches = WholeBatches(self.placement.job.batch_dim, joins_lists=True)
+        with locating(where):
+            return merged_batch(own, self.placement.world.device, batches)
 
     def end(self, step: TrainingStep, logged: Mapping[str, Any]) -> None:
         """End a step: make its sums and its first update those of its row in the history, with what was logged.
@@ -182,11 +184,14 @@ class LoopPass(Pass):
     """A pass of a loop: what it trains, and the sums of its gradients, which it adds to what is there.
 
     `function` is the loop's, of a shard's batch, and `over` that of the merged outputs. If it `is_sum`, the function
-    gives sums.
+    gives sums. If the pass `keeps` what the function gives beside its loss, `kept` has it of this worker's shards after
+    `run`.
     """
 
     function: OfRows
     over: Callable[[Any, Any], Any] | None
+    keeps = False
+    kept: Sequence[ShardOutput] = ()
 
     def __init__(
         self,
@@ -215,11 +220,20 @@ class LoopPass(Pass):
             return mixed_devices(self._model.model, error) or shards_hint(error) or batch_hint(error, batch)
 
         with reraise_as(name_of(self.function), hint):
-            return self.function(batch)
+            returned = self.function(batch)
+        outputs = returned.get("outputs") if isinstance(returned, Mapping) else None
+        if self.keeps and not isinstance(outputs, Mapping):
+            got = what_it_is(returned) if outputs is None else f"as outputs {what_it_is(outputs)}"
+            returns = "{'loss': ..., 'outputs': {name: ...}} (with over, no loss, and maybe a target)"
+            raise ModelError(
+                f"step.backward: with keep, {name_of(self.function)} returns {returns}, and it returned {got}"
+            )
+        return returned
 
     def _shard(self, called: nn.Module, batch: Any) -> Any:
         value = self._called(called, batch)
-        total = value[0] if isinstance(value, tuple | list) and value else value
+        total = value.get("loss") if isinstance(value, Mapping) else value
+        total = total[0] if isinstance(total, tuple | list) and total else total
         if isinstance(total, torch.Tensor) and not total.requires_grad:
             raise ModelError(
                 f"the loss does not depend on any parameter of {self._label}; name in `of` what it trains"
@@ -236,7 +250,16 @@ class LoopPass(Pass):
             self._earlier = [None if parameter.grad is None else parameter.grad.clone() for parameter in trained]
             for parameter in trained:
                 parameter.grad = None
-        super().run(loaded, on_shard, number)
+        kept: list[ShardOutput] = []
+
+        def keep(shard: Shard, batch: Any, output: StepOutput) -> None:
+            if on_shard is not None:
+                on_shard(shard, batch, output)
+            with locating(location(shard)):
+                kept.append(detached(StepOutput(None, _without_graph(output.outputs)), shard))
+
+        super().run(loaded, keep if self.keeps else on_shard, number)
+        self.kept = kept
 
     def finish(self, totals: Totals, loaded: LoadedStep, is_empty: bool) -> None:
         """Make the gradients those of the loss, and add what was there before; all None if the pass `is_empty`."""
@@ -305,6 +328,10 @@ class SameCalls:
     def close(self) -> None:
         """Have the beats carry no call any more."""
         note_call(0, "")
+
+
+def _without_graph(outputs: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
 
 def name_of(function: Any) -> str:

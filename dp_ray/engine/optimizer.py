@@ -22,7 +22,7 @@ from dp_ray.job.targets import bind, check_gives, resolve
 from dp_ray.plan.costs import num_scheduled, too_short
 from dp_ray.plan.split import Split
 from dp_ray.tensors.files import is_dense, is_sharded, laid_out, overlaps
-from dp_ray.text import a_kind, did_you_mean, listed
+from dp_ray.text import did_you_mean, listed
 
 
 def build_optimizers(

@@ -326,6 +326,16 @@ class Job(MeasuringKeys):
             )
         if self.loss_over_batch and self.loss_is_sum:
             yield "step.reduction: is of a step that returns the loss, and here the loss sees the batch; leave it out"
+        stopping = self.early_stopping if self.task == "train" else None
+        if stopping is not None and stopping.patience is None and stopping.below is None:
+            yield "early_stopping.patience: is missing; give patience, or below, or both"
+        if stopping is not None and stopping.every is not None and stopping.metric != "loss":
+            yield (
+                f"early_stopping.every: step is for metric: loss, got metric: {stopping.metric}; leave every out, or "
+                "set eval.every_steps"
+            )
+        if stopping is not None and stopping.below is not None and stopping.mode == "max":
+            yield "early_stopping.below: is not for mode: max, where larger is better; leave one of them out"
 
     def _of_optimizers(self) -> Iterator[str]:
         """Yield what is wrong with a list of optimizers, and with schedulers."""
@@ -492,6 +502,8 @@ class Job(MeasuringKeys):
         described = functools.partial(describe_target, form=form)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: described(target) for name, target in self.hooks}
+        if self.early_stopping is not None:  # 0.2 did not know some of its keys
+            values["early_stopping"] = self.early_stopping.model_dump(exclude_none=True)
         evals = {name: keys.model_dump(exclude={"dataset"}) for name, keys in self.evaluations}
         for name, keys in self.evaluations:
             evals[name]["dataset"] = described(keys.dataset)

@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -565,12 +566,17 @@ EvalKey = Annotated[Eval | dict[str, Eval], BeforeValidator(_several, json_schem
 
 
 class EarlyStopping(Strict):
-    """Stop a training once a metric has not improved for a while."""
+    """Stop a training once a metric is good enough, or has not improved for a while."""
 
     metric: str
     """A metric that `eval` measures, like `eval_loss`; or `epoch_loss`, the epoch's mean, which `loss` names too."""
-    patience: PositiveInt
-    """How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs."""
+    every: Literal["step"] | None = None
+    """step: with `metric: loss`, the loss of each step in place of the epoch's mean. A GPU's is waited for."""
+    below: FiniteFloat | None = None
+    """Stop once the metric is below this."""
+    patience: PositiveInt | None = None
+    """How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs. With `every: step`,
+    how many steps. Needed without `below`."""
     min_delta: NonNegativeFloat = 0.0
     """By how much at least a value must be better than the best one to be an improvement."""
     mode: Literal["min", "max"] = "min"
@@ -579,7 +585,7 @@ class EarlyStopping(Strict):
     @property
     def column(self) -> str:
         """The metric's name in the history."""
-        return "epoch_loss" if self.metric == "loss" else self.metric
+        return "epoch_loss" if self.metric == "loss" and self.every is None else self.metric
 
 
 class Ema(Strict):
@@ -904,7 +910,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     the training steps it in all."""
     early_stopping: EarlyStopping | None = None
     """train only: end the training once a metric has not improved for a while, like `{metric: eval_loss, patience:
-    3}`. With more patience a run that it has ended goes on."""
+    3}`. Or once it is good enough: `{metric: loss, every: step, below: 0.1}`. With more patience, or a smaller
+    `below`, a run that it has ended goes on."""
     ema: Ema | None = None
     """train only: also keep the exponential moving average of the weights, `ema.safetensors`, like `{decay: 0.999,
     evaluate: true}`."""

@@ -116,6 +116,7 @@ class LoopAgain(Loop):
         with closing(self._model_of(placed, step, measures, StepTimes().clock)) as trainer:
             assert isinstance(trainer, InspectedModel)
             training = _restored(placed, trainer, self._choice)
+            self._reached = training.state
             with closing(self._steps_to(training, trainer)) as steps:
                 yield trainer, steps
 

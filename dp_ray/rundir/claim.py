@@ -152,10 +152,16 @@ def _obstacle(found: DirectoryState, wanted: Wanted, lengths: str, is_finished: 
     early, stopping = found.result.get("stopped_early"), job.early_stopping
     if early and stopping is not None:  # it would stop there again at any length
         here = (stopping.column, stopping.mode, stopping.min_delta)
-        same = here == (early["metric"], early["mode"], early["min_delta"])
-        if same and stopping.patience <= early["times"] and early["text"]:
-            patience = "give early_stopping more patience or leave it out"
-            return f"which {early['text']}; {load}or to train on, {patience}; else "
+        same = here == (early["metric"], early["mode"], early["min_delta"]) and early["text"]
+        ways = []
+        if same and stopping.patience is not None and stopping.patience <= early["times"]:
+            ways.append("more patience")
+        is_low = early.get("below") is not None and stopping.below is not None
+        if same and is_low and (early["best"] is None or early["best"] < stopping.below):  # None stands for -inf
+            ways.append("a smaller below")
+        if ways:
+            on = f"give early_stopping {' and '.join(ways)} or leave it out"
+            return f"which {early['text']}; {load}or to train on, {on}; else "
     if not lengths or steps == done:
         use = ", ".join(command_for(name, found.where) for name in ("evaluate", "predict"))
         use = f"use it ({use}), train longer with more epochs, "

@@ -27,9 +27,10 @@ from dp_ray.engine.loading import LoadedStep
 from dp_ray.engine.loop_model import LoopModel, LoopPass, OfRows, name_of
 from dp_ray.engine.optimizer import Schedule
 from dp_ray.engine.step import Metrics, Step
-from dp_ray.engine.trainer import TrainingStep
+from dp_ray.engine.trainer import TrainingStep, Update
 from dp_ray.engine.update import LoopOptimizerStep, Updates
 from dp_ray.engine.user_code import raise_as
+from dp_ray.engine.whole_batch import MergedBatch
 from dp_ray.engine.world import gathered, has_peers
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.plan import checkpoints_of
@@ -42,6 +43,7 @@ from dp_ray.tasks.early_stopping import Stopping
 from dp_ray.tasks.preflight import Facts, decided, of_pass
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train import PlacedTraining, begun_training, place_training
+from dp_ray.tasks.train_state import TrainState
 from dp_ray.tensors.files import is_dense
 from dp_ray.tensors.flat import as_bytes
 from dp_ray.text import a_kind, listed
@@ -123,6 +125,7 @@ class Loop:
         self._does = ""  # "pass", "gather", "update" or its "closure" while one runs
         self._facts: dict[LoopPass, Facts] = {}
         self._has_trained = False  # whether a pass has run, or an update by gradients of the loop's own
+        self._reached = TrainState()  # how far the training is, once it has begun
         self.model: Any = placed.placement.model
         self.device = placed.context.world.device
         self.num_steps = placed.split.total_steps
@@ -137,7 +140,7 @@ class Loop:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise JobError(
                 "run.optimizer: a ReduceLROnPlateau watches a metric, and the scheduler is stepped at each update; "
-                "set the rate in the loop: group['lr'] of optimizer.param_groups"
+                "keep it by run.state('plateau', plateau), and step it by run.evaluated['eval_loss'] in the loop"
             )
         if any(update._given.optimizers[0] is optimizer for update in self._updates):
             raise JobError("run.optimizer: was called for this optimizer before; use the update that it returned")
@@ -170,6 +173,16 @@ class Loop:
             raise JobError(f"run.state({name!r}): cannot be kept: {error}") from None
         self._states[name] = kept
         return value
+
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """What `eval` has measured last, by its names in the history; empty before the first time.
+
+        A run that goes on has it as before, once `steps` gives a step. It is the same on all workers.
+        """
+        # What was measured since a shorter training ended, a longer one would not have measured.
+        at_end = self._reached.at_end if self._is_through else {}
+        return {**self._reached.measured, **at_end}
 
     def steps(self) -> Iterator["LoopStep"]:
         """Yield the steps that are left, each with this worker's shards of a global batch."""
@@ -215,7 +228,8 @@ class Loop:
     def _begun(self) -> Iterator[tuple[LoopModel, Iterator[TrainingStep]]]:
         """Give what the steps train, at the state where the training begins or goes on, and the steps."""
         with begun_training(self._placed, self._model_of) as run:
-            self._has_trained |= run.training.state.step > 0  # in an earlier attempt, as far as is known
+            self._reached = run.training.state
+            self._has_trained |= self._reached.step > 0  # in an earlier attempt, as far as is known
             with closing(run.steps(StopOfLoop(self, run.training))) as steps:  # an error's traceback may hold them
                 yield run.trainer, steps
 
@@ -398,6 +412,7 @@ class LoopStep:
         over: Callable[[Any, Any], Any] | None = None,
         batch: Any = None,
         reduction: str = "mean",
+        keep: dict[Any, Any] | None = None,
     ) -> torch.Tensor:
         """Add the gradient of the mean loss of the whole batch to the parameters of `of`; return that mean.
 
@@ -405,12 +420,14 @@ class LoopStep:
         {"outputs": ..., "target": ...}, and `over` gets those of the whole batch and returns one number. All
         parameters that are not of `of` are constant meanwhile. `batch` is a tree of tensors, the same on all workers,
         in place of the step's batch. With `reduction` "sum", `loss` returns a sum over the shard's rows, and the loss
-        of the batch is the sum, not the mean. Every worker calls this, with the same arguments.
+        of the batch is the sum, not the mean. With `keep` the function returns {"loss": ..., "outputs": {name: ...}},
+        and `keep`, a dict, gets these outputs: merged in order, detached, the same on all workers. Every worker calls
+        this, with the same arguments.
         """
         with self._loop._calling(self):
-            return self._backward(loss, of, over, batch, reduction)
+            return self._backward(loss, of, over, batch, reduction, keep)
 
-    def _backward(self, loss: OfRows, of: Any, over: Any, batch: Any, reduction: str) -> torch.Tensor:
+    def _backward(self, loss: OfRows, of: Any, over: Any, batch: Any, reduction: str, keep: Any) -> torch.Tensor:
         model, step, is_sum = self._model, self._of, reduction == "sum"
         if not is_sum and reduction != "mean":
             raise ModelError(f"step.backward: reduction is 'mean' or 'sum', got {reduction!r}")
@@ -422,13 +439,19 @@ class LoopStep:
         for name, function in (("loss", loss), ("over", over or loss)):
             if not callable(function):
                 raise ModelError(f"step.backward: {name} is a function, got {a_kind(function)}")
+        if not isinstance(keep, dict | None):
+            raise ModelError(
+                f"step.backward: keep is a dict, which gets the outputs of the whole batch, like hidden of hidden = "
+                f"run.state('hidden', {{}}); got {a_kind(keep)}"
+            )
         modules = [of] if isinstance(of, nn.Module) else list(of)
         trained = model.trained_of(modules)
         names = listed(model.names_of(modules)) + (", reduction='sum'" if is_sum else "")
+        names += "" if keep is None else ", keep"
         label = f"pass {step.num_passes}: step.backward({name_of(loss)}, {names})"
         model.calls.check(f"step {self.number}, {label}")
         a_pass = model.pass_for(loss, over, is_sum, modules, trained)
-        a_pass.function, a_pass.over = loss, over
+        a_pass.function, a_pass.over, a_pass.keeps = loss, over, keep is not None
         own = None if batch is None else model.cut(step.loaded, batch)
         if over is not None and a_pass not in self._loop._facts:
             self._ask(a_pass, trained, own or step.loaded)
@@ -436,6 +459,10 @@ class LoopStep:
         with self._loop._doing("pass"), model.only(trained), torch.enable_grad():
             totals = step.backward(a_pass, own)
         a_pass.finish(totals, own or step.loaded, own is None and step.is_empty)
+        if keep is not None:
+            where = f"step {self.number}: step.backward({name_of(loss)}, keep)"
+            keep.update(_whole(model.merged(a_pass.kept, where), where))
+            a_pass.kept = ()
         step.seed()
         return totals.batch_loss
 
@@ -466,12 +493,17 @@ class LoopStep:
             with self._loop._doing("gather"):
                 found = model.gather(function, loaded, number)
             step.seed()
-            if found is None:
-                raise ModelError(
-                    f"step {self.number}: step.gather({name_of(function)}) has nothing to return, since all rows of "
-                    "the step were set aside; mend the dataset, or set a larger batch_size"
-                )
-        return found.outputs
+            return _whole(found, f"step {self.number}: step.gather({name_of(function)})")
+
+
+def _whole(found: MergedBatch | None, where: str) -> Any:
+    """Return the outputs of a whole batch; raises ModelError if it has no rows."""
+    if found is None:
+        raise ModelError(
+            f"{where} has nothing to return, since all rows of the step were set aside; mend the dataset, or set a "
+            "larger batch_size"
+        )
+    return found.outputs
 
 
 Path: TypeAlias = tuple[Any, ...]  # the keys and places on the way to a part of a state
@@ -641,10 +673,10 @@ class StopOfLoop(Stopping):
         super().__init__(training.context.job, training.state)
         self._loop = loop
 
-    def take(self, measured: dict[str, float]) -> bool:
-        """Take in what was measured after a step; return whether the training stops. Every rank calls this."""
+    def take(self, measured: dict[str, float], update: Update) -> bool:
+        """Take in a step and what was measured after it; return whether the training stops. Every rank calls this."""
         self.reason = self._loop._reason
-        stops = super().take(measured)
+        stops = super().take(measured, update)
         if (stops or self._state.step == self._loop.num_steps) and not self._loop._has_trained:
             raise ModelError(
                 f"loop: none of its {self._state.step} steps has trained anything; call step.backward(loss, of), and "

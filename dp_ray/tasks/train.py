@@ -6,6 +6,7 @@ and evaluates after it.
 """
 
 import itertools
+import json
 import operator
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.votes import LossWatch, NotFinite
 from dp_ray.engine.weights import check_all_tensors
-from dp_ray.engine.world import gathered
+from dp_ray.engine.world import broadcast, gathered
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Split, Work
@@ -302,7 +303,7 @@ class AfterStep:
             with reraise_as(f"step {step}: scheduler"):
                 self._schedule.after_epoch({**state.at_end, **state.measured, "loss": measured["epoch_loss"]})
         regular = measured if not state.at_end else {name: measured[name] for name in measured.keys() - state.at_end}
-        if self._stopping is not None and self._stopping.take(regular):
+        if self._stopping is not None and self._stopping.take(regular, update):
             self.stops = state.is_torn = True
             # As after the last step: what is not evaluated yet.
             measured |= self._evaluate(step, itertools.compress(self._evaluators, map(operator.not_, due)))
@@ -313,7 +314,8 @@ class AfterStep:
         self._state.is_torn |= self._rounds
         for evaluator in evaluators:
             self._clock.enter(Part.EVALUATION)
-            found = evaluator.measure(step)
+            # Rank 0's: a metric of the user's may give another number elsewhere, and all decide alike by these.
+            found: dict[str, float] = json.loads(broadcast(json.dumps(evaluator.measure(step))))
             self._clock.enter(Part.OTHER)
             for name in found:
                 self._state.at_end.pop(name, None)

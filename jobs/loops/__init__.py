@@ -1,1 +1,1 @@
-"""Trainings with a loop of their own, a page each: a GAN, distillation, REINFORCE and LBFGS."""
+"""Trainings with a loop of their own: GAN, distillation, REINFORCE, actor and critic, LBFGS, and words."""

@@ -206,7 +206,7 @@ class PlainStep:
         with torch.no_grad():
             return function(self._batch if batch is None else batch)
 
-    def backward(self, loss: Any, of: Any, over: Any = None, batch: Any = None) -> torch.Tensor:
+    def backward(self, loss: Any, of: Any, over: Any = None, batch: Any = None, keep: Any = None) -> torch.Tensor:
         """Take the mean loss's gradient in some parts."""
         modules = [of] if isinstance(of, nn.Module) else of
         trained = {id(one) for module in modules for one in module.parameters()}
@@ -214,6 +214,9 @@ class PlainStep:
         for one in off:
             one.requires_grad_(False)
         value = loss(self._batch if batch is None else batch)
+        if keep is not None:
+            keep.update({name: made.detach() for name, made in value["outputs"].items()})
+            value = value["loss"]
         if over is not None:
             mean = over(value["outputs"], value["target"])
         else:

@@ -499,3 +499,119 @@ def in_an_order(run: Any) -> None:
         step.backward(lambda batch: run.model.critic(run.model(batch[1]))[:, 0], run.model)
         for update in updates.values():
             update.step()
+
+
+def keeps(run: Any, folder: str, rows: int | None = None, over: bool = False) -> None:
+    """Keep what a pass makes of the step's batch, or of one of so many rows; write it for each step."""
+    update = run.optimizer(sgd(run.model.generator))
+    kept = run.state("kept", {})
+
+    def loss(batch: Any) -> dict[str, Any]:
+        real, noise = batch
+        made = run.model(noise)
+        names = [f"{number:.3f}" for number in noise[:, 0].tolist()]
+        outputs = {"made": made, "seen": (noise, [made.argmax(1)]), "names": names}
+        if over:
+            return {"outputs": outputs, "target": real}
+        return {"loss": (made - real).square().mean(1), "outputs": outputs}
+
+    for step in run.steps():
+        batch = None if rows is None else own_batch(rows, step.number)
+        of_pairs = (lambda outputs, target: spread(outputs["made"], target)) if over else None
+        step.backward(loss, run.model.generator, over=of_pairs, batch=batch, keep=kept)
+        update.step()
+        torch.save(dict(kept), Path(folder) / f"{step.number}-{_rank()}.pt")
+
+
+def own_batch(rows: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of a loop's own in place of a step's."""
+    made = torch.linspace(-1, 1 + number, rows * 5).reshape(rows, 5).sin()
+    return made[:, :2].contiguous(), made[:, 2:].contiguous()
+
+
+def keeps_by_hand(rows: int | None, over: bool) -> list[dict[str, Any]]:
+    """What the same keeps in plain torch, step by step."""
+    torch.manual_seed(0)
+    model, found = Gan(), []
+    optimizer = sgd(model.generator)
+    for number, batch in enumerate(batches(Points())):
+        real, noise = batch if rows is None else own_batch(rows, number)
+        made = model(noise)
+        names = [f"{number:.3f}" for number in noise[:, 0].tolist()]
+        found.append({"made": made.detach().clone(), "seen": (noise, [made.argmax(1)]), "names": names})
+        (spread(made, real) if over else (made - real).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def one_keeps(run: Any) -> None:
+    """Rank 0 alone keeps what its pass makes."""
+    update = run.optimizer(sgd(run.model.critic))
+    for step in run.steps():
+        keep: Any = {} if _rank() == 0 else None
+        step.backward(
+            lambda batch: {"loss": run.model.critic(batch[0])[:, 0], "outputs": {"seen": batch[0]}},
+            run.model.critic,
+            keep=keep,
+        )
+        update.step()
+
+
+def anneals(run: Any) -> None:
+    """Weigh the loss by what was evaluated last, and log that."""
+    update = run.optimizer(sgd(run.model.generator))
+    for step in run.steps():
+        last = run.evaluated.get("eval_error", 1.0)
+        step.backward(lambda batch, last=last: (run.model(batch[1]) - batch[0]).square().mean(1) * last, run.model)
+        update.step()
+        step.log(last=last, named=len(run.evaluated))
+
+
+class RankError:
+    """The mean error as a metric with a state, whose value differs by worker."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.total, self.count = 0.0, 0
+
+    def update(self, outputs: torch.Tensor, target: torch.Tensor) -> None:
+        """Take a shard in."""
+        self.total, self.count = self.total + float(error(outputs, target).sum()), self.count + len(outputs)
+
+    def merge_state(self, other: "RankError") -> None:
+        """Take another one in."""
+        self.total, self.count = self.total + other.total, self.count + other.count
+
+    def compute(self) -> float:
+        """Return the mean, which is another one on each worker."""
+        return self.total / self.count * (1 + _rank())
+
+
+def recurs_by_state(run: Any) -> None:
+    """Take what a pass keeps into the next one; it comes back with a checkpoint."""
+    _recurs(run, run.state("kept", {}))
+
+
+def recurs_by_variable(run: Any) -> None:
+    """The same in a variable, which does not."""
+    _recurs(run, {})
+
+
+def _recurs(run: Any, kept: dict[str, Any]) -> None:
+    update = run.optimizer(sgd(run.model.generator))
+
+    def loss(batch: Any) -> dict[str, Any]:
+        real, noise, before = batch
+        made = run.model(noise + before)
+        return {"loss": (made - real).square().mean(1), "outputs": {"before": made.sum(1, keepdim=True).sin()}}
+
+    for step in run.steps():
+        real, noise = step.gather(lambda batch: batch)
+        before = kept.get("before", torch.zeros(step.rows, 1))[: step.rows]
+        before = torch.cat([before, torch.zeros(step.rows - len(before), 1)])  # after a short batch
+        step.backward(loss, run.model.generator, batch=(real, noise, before), keep=kept)
+        update.step()

@@ -242,17 +242,21 @@ class DrawingStep(PlainStep):
         self._passes += 1
         passes = () if self._passes == 1 else (self._passes,)  # after the first one as in a declared training
         torch.manual_seed(derive_seed(0, "update", *self._key, *passes))
-        if isinstance(outputs[0], dict):
-            return {name: torch.cat([one[name] for one in outputs]) for name in outputs[0]}
-        return torch.cat(outputs)
+        return _joined(outputs)
 
     def gather(self, function: Any, batch: Any = None) -> Any:
         """Call the function on the shards, without gradients."""
         return super().gather(lambda batch: self._of_shards(function, batch), batch)
 
-    def backward(self, loss: Any, of: Any, over: Any = None, batch: Any = None) -> torch.Tensor:
+    def backward(self, loss: Any, of: Any, over: Any = None, batch: Any = None, keep: Any = None) -> torch.Tensor:
         """Take the mean loss's gradient in some parts."""
-        return super().backward(lambda batch: self._of_shards(loss, batch), of, over, batch)
+        return super().backward(lambda batch: self._of_shards(loss, batch), of, over, batch, keep)
+
+
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], dict):
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+    return torch.cat(parts)
 
 
 def _cut(batch: Any) -> list[Any]:
@@ -263,12 +267,12 @@ def _cut(batch: Any) -> list[Any]:
 
 
 def plainly(
-    loop: Callable[[Any], None], kind: type[nn.Module], data: torch.Tensor, epochs: int
+    loop: Callable[[Any], None], kind: type[nn.Module], data: torch.Tensor, epochs: int, batch_size: int = BATCH
 ) -> tuple[nn.Module, list[dict[str, float]]]:
     """Run a loop in plain torch on batches of the data; return the model and what it has logged."""
     torch.manual_seed(0)
     model = kind()
-    batches = data.split(BATCH)  # type: ignore[no-untyped-call]
+    batches = data.split(batch_size)  # type: ignore[no-untyped-call]
     run: Any = DrawingRun(model, [batch for _ in range(epochs) for batch in batches], len(batches))
     loop(run)
     return model, run.logged

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import dp_ray
 from dp_ray.cli.runs import watched_lines
+from dp_ray.engine.trainer import Update
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.report.run_data import read_run
@@ -20,7 +21,7 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.early_stopping import Stopping
 from dp_ray.tasks.train_state import TrainState
 from tests.support.cli import status_of
-from tests.support.group import history_of, run_group, weights_of
+from tests.support.group import StopsBefore, history_of, run_group, weights_of
 from tests.support.trainings import job_of, keys_of
 
 PAIRS = "tests.support.training:Pairs"
@@ -34,6 +35,11 @@ KEYS: dict[str, Any] = {
     "eval": EVAL,
     "early_stopping": {"metric": "eval_loss", "patience": 2},
 }
+
+
+def update_of(loss: float, weight: float = 2.0) -> Update:
+    """A step whose losses have this mean."""
+    return Update(torch.tensor([loss * weight, weight, 0.0, 0.0], dtype=torch.float64), 0.1, torch.zeros(()), False)
 
 
 def stopping_of(train_state: TrainState, **keys: Any) -> Stopping:
@@ -73,8 +79,8 @@ def test_it_stops_where_a_count_by_hand_does_also_across_a_resume(
         if count == killed:  # its state goes through a checkpoint
             train_state = TrainState(**json.loads(json.dumps(train_state.to_json())))
             stopping = stopping_of(train_state, patience=patience, min_delta=delta, mode=mode)
-        assert not stopping.take({"loss": 0.0}), "nothing was evaluated"
-        if stopping.take({"eval_loss": value}):
+        assert not stopping.take({"loss": 0.0}, update_of(0.0)), "nothing was evaluated"
+        if stopping.take({"eval_loss": value}, update_of(0.0)):
             stopped = count
             break
     assert stopped == expected
@@ -83,12 +89,101 @@ def test_it_stops_where_a_count_by_hand_does_also_across_a_resume(
 def test_another_metric_mode_or_delta_begins_to_count_anew() -> None:
     train_state = TrainState()
     stopping = stopping_of(train_state, patience=2)
-    assert [stopping.take({"eval_loss": value}) for value in (1.0, 2.0)] == [False, False]
+    assert [stopping.take({"eval_loss": value}, update_of(0.0)) for value in (1.0, 2.0)] == [False, False]
     assert stopping_of(train_state, patience=1).has_stopped, "with less patience it stops where it is"
     for keys in ({"mode": "max"}, {"min_delta": 0.5}):
         again = TrainState(**json.loads(json.dumps(train_state.to_json())))
         assert not stopping_of(again, patience=1, **keys).has_stopped
     assert not Stopping(job_of("mlp"), train_state).has_stopped and "stopping" not in train_state.to_json()
+
+
+@given(
+    losses=st.lists(st.tuples(st.sampled_from([0.25, 0.5, 1.0, 2.0, float("nan")]), st.integers(0, 2)), max_size=12),
+    patience=st.sampled_from([None, 1, 3]),
+    below=st.sampled_from([0.3, 0.5, 1.5]),
+    killed=st.integers(0, 12),
+)
+def test_the_loss_of_steps_stops_it_below_a_number_or_without_patience(
+    losses: list[tuple[float, int]], patience: int | None, below: float, killed: int
+) -> None:
+    """A step without a row, whose weight is 0, counts nothing. What was evaluated does not either."""
+    keys = {"metric": "loss", "every": "step", "below": below, "patience": patience}
+    counted = [loss if weight else None for loss, weight in losses]
+    low = next((count for count, loss in enumerate(counted, 1) if loss is not None and loss < below), None)
+    late = stop_by_hand([loss for loss in counted if loss is not None], patience or 99, 0.0, -1)
+    late = late and [count for count, loss in enumerate(counted, 1) if loss is not None][late - 1]
+    train_state, stopped = TrainState(), None
+    stopping = stopping_of(train_state, **keys)
+    for count, (loss, weight) in enumerate(losses, 1):
+        if count == killed:
+            train_state = TrainState(**json.loads(json.dumps(train_state.to_json())))
+            stopping = stopping_of(train_state, **keys)
+        train_state.step = count
+        if stopping.take({"eval_loss": 0.0, "epoch_loss": 0.0}, update_of(loss, weight)):
+            stopped = count
+            break
+    assert stopped == min(filter(None, (low, late)), default=None)
+    if stopped is not None:
+        why = f"loss is {counted[stopped - 1]:.6g}, below {below}" if stopped == low else "loss did not improve on"
+        why = why if stopped == low or set(map(str, counted[:stopped])) - {"nan", "None"} else "was never a number"
+        assert why in stopping.stopped().text
+        assert stopping_of(train_state, **keys).has_stopped, "a driver was killed then"
+        lower = stopping_of(train_state, **{**keys, "below": 0.1, "patience": 99})
+        assert not lower.has_stopped, "it goes on with a smaller number, and more patience"
+
+
+def test_a_metric_of_an_evaluation_may_be_good_enough() -> None:
+    stopping = stopping_of(TrainState(step=4), below=0.5)
+    assert [stopping.take({"eval_loss": value}, update_of(0.0)) for value in (0.7, 0.5, 0.4)] == [False, False, True]
+    told = stopping.stopped()
+    assert told.text == "stopped early after 4 steps: eval_loss is 0.4, below 0.5"
+    assert told.to_json() == {
+        "step": 4,
+        "metric": "eval_loss",
+        "mode": "min",
+        "min_delta": 0.0,
+        "best": 0.4,
+        "times": 0,
+        "below": 0.5,
+        "text": told.text,
+    }
+
+
+@pytest.mark.full(but=["below"])
+@pytest.mark.parametrize("stopping", [{"below": 0.9}, {"patience": 3}], ids=["below", "patience"])
+def test_the_loss_of_steps_ends_a_run_on_any_workers_through_a_kill(tmp_path: Path, stopping: dict[str, Any]) -> None:
+    """After the step that a count by hand over the losses of a longer run says, with its bits."""
+    keys = {**KEYS, "eval": None, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.5}}, "batch_size": 8}
+    keys |= {"early_stopping": None, "bitwise": True, "shards": 4, "epochs": 20}
+    run_group(job_of("mlp", workers=1, **keys), tmp_path / "on")
+    losses = [row["loss"] for row in history_of(tmp_path / "on")]
+    low = next((count for count, loss in enumerate(losses, 1) if loss < stopping.get("below", 0.0)), None)
+    ends = low or stop_by_hand(losses, stopping.get("patience", 99), 0.0, -1)
+    assert ends is not None and 3 < ends < len(losses)
+    keys |= {"early_stopping": {"metric": "loss", "every": "step", **stopping}, "checkpoint": {"every_steps": 1}}
+    for workers in (1, 2, 3):
+        if workers == 3:
+            run_group(job_of("mlp", workers=2, **keys), tmp_path / "3", StopsBefore(ends - 1))
+        run_group(job_of("mlp", workers=workers, **keys), tmp_path / str(workers))
+        assert [row["loss"] for row in history_of(tmp_path / str(workers))] == losses[:ends]
+        first = weights_of(tmp_path / "1")
+        assert all(torch.equal(first[name], each) for name, each in weights_of(tmp_path / str(workers)).items())
+
+
+@pytest.mark.usefixtures("in_project")
+def test_a_run_that_is_good_enough_trains_on_only_for_less(tmp_path: Path) -> None:
+    slow = {"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.5}}, "eval": None, "epochs": 20}
+    enough = {"metric": "loss", "every": "step", "below": 0.9}
+    first = ended_early(tmp_path, early_stopping=enough, **slow)
+    assert first.stopped_early is not None and first.stopped_early["best"] < 0.9
+    with pytest.raises(
+        JobError, match=r"loss is 0\.\d+, below 0\.9; .* give early_stopping a smaller below or leave it out"
+    ):
+        ended_early(tmp_path, early_stopping=enough, **slow)
+    less = {**enough, "below": first.stopped_early["best"]}
+    on = ended_early(tmp_path, early_stopping=less, **slow)
+    assert on.stopped_early is not None and len(on.history) == on.stopped_early["step"] > first.stopped_early["step"]
+    assert on.history[-1]["loss"] < less["below"] <= min(row["loss"] for row in on.history[:-1])
 
 
 @pytest.mark.parametrize("metric", ["loss", "epoch_loss"])
@@ -200,6 +295,8 @@ def test_the_keys_at_their_defaults_leave_the_fingerprint_as_it_was() -> None:
     assert (plain.fingerprint(), plain.fingerprint(with_lengths=True)) == (before, with_lengths)
     stops = Job.make({**job, "early_stopping": {"metric": "loss", "patience": 2}, "hooks": {"on_end": "a:d"}}, "job")
     assert stops.fingerprint() == before
+    of_0_2 = {"metric": "loss", "patience": 2, "min_delta": 0.0, "mode": "min"}
+    assert stops.describe()["early_stopping"] == of_0_2, "else a run of that version had another length"
     assert Job.make({**job, "ema": {"decay": 0.9}}, "job").fingerprint() != before
 
 
@@ -209,7 +306,15 @@ def test_the_keys_at_their_defaults_leave_the_fingerprint_as_it_was() -> None:
         ({"early_stopping": {"metric": "eval_loss", "patience": 2}},
          "early_stopping.metric: must be epoch_loss or one that eval measures (nothing: there is no eval), "
          "got 'eval_loss'"),
-        ({"early_stopping": {"metric": "loss"}}, "early_stopping.patience: is missing"),
+        ({"early_stopping": {"metric": "loss"}},
+         "early_stopping.patience: is missing; give patience, or below, or both"),
+        ({"early_stopping": {"metric": "epoch_loss", "every": "step", "below": 1.0}},
+         "early_stopping.every: step is for metric: loss, got metric: epoch_loss"),
+        ({"early_stopping": {"metric": "loss", "every": "epoch", "below": 1.0}},
+         "early_stopping.every: must be 'step', got 'epoch'"),
+        ({"early_stopping": {"metric": "loss", "below": 1.0, "mode": "max"}},
+         "early_stopping.below: is not for mode: max"),
+        ({"early_stopping": {"metric": "loss", "below": float("nan")}}, "early_stopping.below: "),
         ({"early_stopping": {"metric": "loss", "patience": 0}}, "early_stopping.patience: "),
         ({"early_stopping": {"monitor": "loss", "patience": 1}}, "here it is early_stopping.metric"),
         ({"early_stopping": 3}, "early_stopping: must be null or a mapping, like {metric: eval_loss, patience: 3}"),

@@ -12,6 +12,7 @@ from dp_ray.driver.replay import replay
 from dp_ray.job.job import Job
 from dp_ray.replay.replay import StepChoice
 from dp_ray.results.replayed import ReplayedLoop
+from jobs.loops import actor_critic
 from tests.support import loops_of_users as users
 from tests.support.builders import run_dir_of
 from tests.support.group import StopsBefore, history_of, run_group, weights_of
@@ -23,14 +24,31 @@ KEYS: dict[str, dict[str, Any]] = {
     "diffusion": {"model": "Denoiser", "dataset": "Spiral", "ema": {"decay": 0.5}},
     "dqn": {"model": "Agent", "dataset": "rounds"},
     "maml": {"model": "Wave", "dataset": "Waves"},
+    "words": {
+        "loop": "jobs.loops.words:train",
+        "model": {"target": "jobs.loops.words:Reader", "args": {"width": 8}},
+        "dataset": {"target": "jobs.loops.words:Pieces", "args": {"length": 5, "pieces": 3}},
+        "eval": {
+            "dataset": {"target": "jobs.loops.words:Pieces", "args": {"split": "test", "length": 5, "pieces": 2}}
+        },
+        "metrics": {"loss_of_words": "jobs.loops.words:loss_of"},
+        "batch_size": 20,
+    },
+    "actor_critic": {
+        "loop": "jobs.loops.actor_critic:train",
+        "model": "jobs.loops.actor_critic:Balance",
+        "dataset": {"target": "jobs.loops.actor_critic:carts", "args": {"number": 192}},
+        "batch_size": 64,
+    },
 }
+NUM_ROWS = {"words": 60, "actor_critic": 192}
 
 
 def job_of(loop: str, **keys: Any) -> Job:
     given = {"task": "train", "loop": loop, "batch_size": users.BATCH, "epochs": EPOCHS, "shards": users.SHARDS}
     given |= {"shuffle": False, "bitwise": True, **KEYS[loop], **keys}
     for key in ("loop", "model", "dataset"):
-        if isinstance(given[key], str):
+        if isinstance(given[key], str) and ":" not in given[key]:
             given[key] = f"tests.support.loops_of_users:{given[key]}"
     return Job.make(given, "job")
 
@@ -38,7 +56,7 @@ def job_of(loop: str, **keys: Any) -> Job:
 def trained(folder: Path, loop: str, *lives: tuple[int, int | None], **keys: Any) -> Path:
     """A run in several lives: each on so many workers, and to the step before which all die."""
     job = job_of(loop, **keys)
-    run = run_dir_of(folder, job, rows={"dataset": users.ROWS}).storage
+    run = run_dir_of(folder, job, rows={"dataset": NUM_ROWS.get(loop, users.ROWS)}).storage
     for workers, dies in lives:
         run_group(
             job.model_copy(update={"workers": workers}), run.location, None if dies is None else StopsBefore(dies)
@@ -104,7 +122,15 @@ def test_maml_is_that_of_torch_func(tmp_path: Path) -> None:
     assert [row["error"] for row in history_of(run)] == pytest.approx(errors, rel=1e-4)
 
 
-@pytest.mark.full(but=["maml"])
+def test_an_actor_and_its_critic_train_as_in_plain_torch(tmp_path: Path) -> None:
+    """By the errors that the critic's pass keeps; the carts play on from step to step."""
+    model, logged = users.plainly(actor_critic.train, actor_critic.Balance, torch.arange(192), EPOCHS, 64)
+    run = trained(tmp_path, "actor_critic", (2, None))
+    check(weights_of(run), model.state_dict())
+    assert [row["fell"] for row in history_of(run)] == pytest.approx([row["fell"] for row in logged])
+
+
+@pytest.mark.full(but=["maml", "words"])
 @pytest.mark.parametrize("loop", KEYS)
 def test_it_has_the_same_bits_on_any_workers_through_kills_and_in_a_replay(tmp_path: Path, loop: str) -> None:
     keys: dict[str, Any] = {"checkpoint": {"every_steps": 2, "keep": 9}}
