@@ -184,8 +184,8 @@ class LoopPass(Pass):
     """A pass of a loop: what it trains, and the sums of its gradients, which it adds to what is there.
 
     `function` is the loop's, of a shard's batch, and `over` that of the merged outputs. If it `is_sum`, the function
-    gives sums. If the pass `keeps` what the function gives beside its loss, `kept` has it of this worker's shards after
-    `run`.
+    gives sums. If the pass `keeps` what the function gives beside its loss, `kept` has it of this worker's shards
+    after `run`.
     """
 
     function: OfRows
