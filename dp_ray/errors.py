@@ -100,7 +100,7 @@ class ClusterError(Error):
     """No cluster answers, or the job can never fit into the cluster.
 
     What to do: check `--address`, or ask for less with `workers`, `gpus_per_worker`, `cpus_per_worker` and
-    `resources_per_worker`. The message says what the job asks for and what the cluster has.
+    `resources_per_worker`.
     """
 
 
@@ -127,10 +127,10 @@ class DataError(Error):
 
 
 class ModelError(Error):
-    """The model raised, or its outputs cannot be merged.
+    """The model raised, its outputs cannot be merged, or a device has no memory left for it.
 
-    What to do: look at the frames of your code above the message, and at the sizes that it names. `dp-ray replay`
-    runs that step of a training again, in a debugger if you like.
+    What to do: look at the frames of your code above the message, and at the sizes that it names; of memory it says
+    what to set. `dp-ray replay` runs that step of a training again, in a debugger if you like.
 
     >>> import dp_ray, torch
     >>> class Net(torch.nn.Module):
@@ -145,8 +145,8 @@ class ModelError(Error):
 class StorageError(Error):
     """The run directory is in use, is not shared by all nodes, lacks files or holds damaged ones.
 
-    What to do: give the run another `name`, or a `storage` that all nodes reach. A job that is another one than that
-    of the directory needs another name, or `--overwrite`.
+    What to do: give the run another `name`, or a `storage` that all nodes reach. Another job than that of the
+    directory needs another name, or `--overwrite`.
 
     >>> import dp_ray
     >>> dp_ray.load("nothing")
@@ -158,15 +158,15 @@ class StorageError(Error):
 class WorkerError(Error):
     """A worker process was lost: it was killed, ran out of memory, or its node was lost.
 
-    It is raised once `retries` are used up. What to do: the message names the worker's rank and node, and what ended
-    it. If memory did, use a smaller `batch_size`, more `shards`, or fewer workers on a node.
+    It is raised once `retries` are used up. What to do: see what the message says ended the worker. If memory did,
+    use a smaller `batch_size`, more `shards`, or fewer workers on a node.
     """
 
 
 class RunInterrupted(KeyboardInterrupt):
     """A signal or `dp-ray stop` stopped the run: the message says after which step, and how to resume.
 
-    It is no Error but a KeyboardInterrupt. What to do: give the same command again, and the run goes on.
+    What to do: give the same command again, and the run goes on.
 
     `by` has who asked, in their order: "SIGINT", "SIGTERM", "SIGUSR2", "dp-ray stop", "dp-ray stop --run-again".
     `exit_status` is what a program should end with: 75 if a launcher is to run it again, else 130.
