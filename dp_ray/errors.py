@@ -83,9 +83,9 @@ class Error(Exception):
 
 
 class JobError(Error):
-    """The job is wrong: the message names the key, the value that it has, and the values that it may have.
+    """The job is wrong: the message names the key, its value, and the values that it may have.
 
-    What to do: change the key that the message names. `dp-ray plan` finds such errors before anything runs.
+    What to do: change that key. `dp-ray plan` finds such errors before anything runs.
 
     >>> import dp_ray
     >>> dp_ray.run(model="torch.nn:Identity", dataset="a:b", batch_size=0)
@@ -107,7 +107,7 @@ class ClusterError(Error):
 class ClusterLost(ClusterError):
     """The cluster was lost after it was reached, or has had too few nodes for `timeouts.capacity`: run again.
 
-    What to do: give the same command again, once there is a cluster. The run goes on from its newest checkpoint.
+    What to do: give the same command again, once there is a cluster.
     """
 
     exit_status = RUN_AGAIN
@@ -116,8 +116,7 @@ class ClusterLost(ClusterError):
 class DataError(Error):
     """The dataset is empty, an item of it raised, or a batch cannot be cut into shards.
 
-    What to do: mend the sample that the message names. Or set bad samples aside with `on_error`, and leave known ones
-    out with `skip`.
+    What to do: mend the sample that the message names, set it aside with `on_error`, or leave it out with `skip`.
 
     >>> import dp_ray
     >>> dp_ray.run(model="torch.nn:Identity", dataset=[], batch_size=2, workers=0, quiet=True)
@@ -129,8 +128,8 @@ class DataError(Error):
 class ModelError(Error):
     """The model raised, its outputs cannot be merged, or a device has no memory left for it.
 
-    What to do: look at the frames of your code above the message, and at the sizes that it names; of memory it says
-    what to set. `dp-ray replay` runs that step of a training again, in a debugger if you like.
+    What to do: look at the frames of your code above the message, and at the sizes in it; of memory it says what to
+    set. `dp-ray replay` runs that step of a training again, in a debugger if you like.
 
     >>> import dp_ray, torch
     >>> class Net(torch.nn.Module):
