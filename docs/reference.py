@@ -96,13 +96,9 @@ def _error(kind: type[BaseException]) -> str:
             lines += [" ".join(paragraph.split()), ""]
     base = kind.__bases__[0]
     status = getattr(kind, "exit_status", errors.FAILED)
-    above = (
-        f"[`{base.__name__}`](#{base.__name__.lower()})"
-        if base.__module__ == errors.__name__
-        else f"`{base.__name__}`"
-    )
     either = " or 75" if kind is errors.RunInterrupted else ""
-    return "\n".join([*lines, f"Exit status {status}{either}. A kind of {above}.", ""])
+    above = "" if base is errors.Error else f" A kind of `{base.__name__}`."
+    return "\n".join([*lines, f"Exit status {status}{either}.{above}", ""])
 
 
 def _rows(keys: dict[str, Any], required: list[str], parts: dict[str, Any], before: str) -> Iterator[Row]:

@@ -83,9 +83,9 @@ class Error(Exception):
 
 
 class JobError(Error):
-    """The job is wrong: the message names the key, the value that it has, and the values that it may have.
+    """The job is wrong: the message names the key, its value, and the values that it may have.
 
-    What to do: change the key that the message names. `dp-ray plan` finds such errors before anything runs.
+    What to do: change that key. `dp-ray plan` finds such errors before anything runs.
 
     >>> import dp_ray
     >>> dp_ray.run(model="torch.nn:Identity", dataset="a:b", batch_size=0)
@@ -100,14 +100,14 @@ class ClusterError(Error):
     """No cluster answers, or the job can never fit into the cluster.
 
     What to do: check `--address`, or ask for less with `workers`, `gpus_per_worker`, `cpus_per_worker` and
-    `resources_per_worker`. The message says what the job asks for and what the cluster has.
+    `resources_per_worker`.
     """
 
 
 class ClusterLost(ClusterError):
     """The cluster was lost after it was reached, or has had too few nodes for `timeouts.capacity`: run again.
 
-    What to do: give the same command again, once there is a cluster. The run goes on from its newest checkpoint.
+    What to do: give the same command again, once there is a cluster.
     """
 
     exit_status = RUN_AGAIN
@@ -116,8 +116,7 @@ class ClusterLost(ClusterError):
 class DataError(Error):
     """The dataset is empty, an item of it raised, or a batch cannot be cut into shards.
 
-    What to do: mend the sample that the message names. Or set bad samples aside with `on_error`, and leave known ones
-    out with `skip`.
+    What to do: mend the sample that the message names, set it aside with `on_error`, or leave it out with `skip`.
 
     >>> import dp_ray
     >>> dp_ray.run(model="torch.nn:Identity", dataset=[], batch_size=2, workers=0, quiet=True)
@@ -127,10 +126,10 @@ class DataError(Error):
 
 
 class ModelError(Error):
-    """The model raised, or its outputs cannot be merged.
+    """The model raised, its outputs cannot be merged, or a device has no memory left for it.
 
-    What to do: look at the frames of your code above the message, and at the sizes that it names. `dp-ray replay`
-    runs that step of a training again, in a debugger if you like.
+    What to do: look at the frames of your code above the message, and at the sizes in it; of memory it says what to
+    set. `dp-ray replay` runs that step of a training again, in a debugger if you like.
 
     >>> import dp_ray, torch
     >>> class Net(torch.nn.Module):
@@ -145,8 +144,8 @@ class ModelError(Error):
 class StorageError(Error):
     """The run directory is in use, is not shared by all nodes, lacks files or holds damaged ones.
 
-    What to do: give the run another `name`, or a `storage` that all nodes reach. A job that is another one than that
-    of the directory needs another name, or `--overwrite`.
+    What to do: give the run another `name`, or a `storage` that all nodes reach. Another job than that of the
+    directory needs another name, or `--overwrite`.
 
     >>> import dp_ray
     >>> dp_ray.load("nothing")
@@ -158,15 +157,15 @@ class StorageError(Error):
 class WorkerError(Error):
     """A worker process was lost: it was killed, ran out of memory, or its node was lost.
 
-    It is raised once `retries` are used up. What to do: the message names the worker's rank and node, and what ended
-    it. If memory did, use a smaller `batch_size`, more `shards`, or fewer workers on a node.
+    It is raised once `retries` are used up. What to do: see what the message says ended the worker. If memory did,
+    use a smaller `batch_size`, more `shards`, or fewer workers on a node.
     """
 
 
 class RunInterrupted(KeyboardInterrupt):
     """A signal or `dp-ray stop` stopped the run: the message says after which step, and how to resume.
 
-    It is no Error but a KeyboardInterrupt. What to do: give the same command again, and the run goes on.
+    What to do: give the same command again, and the run goes on.
 
     `by` has who asked, in their order: "SIGINT", "SIGTERM", "SIGUSR2", "dp-ray stop", "dp-ray stop --run-again".
     `exit_status` is what a program should end with: 75 if a launcher is to run it again, else 130.

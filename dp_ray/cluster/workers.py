@@ -118,7 +118,8 @@ class Reached:
         if is_there:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             return WorkerError(
-                f"the process on this node that connects the driver with the workers was lost: {first}"
+                f"a process on this node that connects the driver with the workers was lost: {first.rstrip('.')}; "
+                "run the same command again: it resumes"
             )
         return self._cut_off(type(error).__name__)
 

@@ -14,6 +14,7 @@ import pytest
 
 import dp_ray
 from dp_ray import __main__
+from dp_ray.cluster.internals.controller import CONTROLLER_PROCESS
 from dp_ray.driver.run import Execution
 from dp_ray.errors import EXIT_STATUSES, exit_status_of, status_of_several, stop_status
 from dp_ray.system.threads import planned_stops
@@ -242,3 +243,22 @@ def test_a_cluster_that_is_lost_ends_the_run_with_75_and_it_goes_on_elsewhere(tm
     (tmp_path / "held").unlink()
     assert dp_ray.run(job, workers=0, quiet=True).status == "done"
     assert as_undisturbed({**keys, "workers": 0}, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_killed_controller_ends_a_run_that_says_how_it_goes_on(tmp_path: Path) -> None:
+    keys = training(tmp_path, workers=1, epochs=3, checkpoint={"every_steps": 2, "every_seconds": None})
+    held = {"file": str(tmp_path / "held")}
+    keys["dataset"] = {"target": "tests.rundir.test_stopping:HeldInTheMiddle", "args": held}
+    job, run = job_file(keys, tmp_path), tmp_path / "run"
+    (tmp_path / "held").touch()
+    with started(job=job) as command:
+        assert within(SECONDS, lambda: any(run.glob("checkpoints/step-*")))
+        (controller,) = [pid for pid, line in command.processes().items() if CONTROLLER_PROCESS in line]
+        psutil.Process(controller).kill()
+        _, errors = command.ends()
+    assert errors.splitlines()[-1].endswith("; run the same command again: it resumes"), errors
+    (tmp_path / "held").unlink()
+    assert dp_ray.run(job, workers=0, quiet=True).status == "done"

@@ -40,7 +40,6 @@ ON_HOSTS = "tests/places/test_node.py runs such hosts"
 TWO_HOSTS = "-- run jobs/digits.yaml --workers 2 --storage"
 ON_SLURM = "needs Slurm: tests/places/test_slurm.py has one"
 TO_SLURM = "dp-ray slurm jobs/digits.yaml --nodes 2 --gpus-per-node 8 --time 2:00:00 --workers 8"
-SUBMIT = "dp-ray submit jobs/digits_predict.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs"
 NOT_RUN = {
     "pip install .": "tests/test_wheel.py builds the wheel and installs it",
     "dp-ray verify train.yaml --workers 1,2,4": VERIFIED,
@@ -50,7 +49,6 @@ NOT_RUN = {
     ),
     "dp-ray run sums.yaml --address 10.0.0.1:6379 --name on-the-cluster": OTHER_MACHINES,
     "dp-ray run jobs/tutorial.yaml --workers 8 --address 10.0.0.1:6379": OTHER_MACHINES,
-    SUBMIT: OTHER_MACHINES,
     "dp-ray submit jobs/digits.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs": OTHER_MACHINES,
     "dp-ray status --address http://10.0.0.1:8265": OTHER_MACHINES,
     "dp-ray logs digits -f --address http://10.0.0.1:8265": OTHER_MACHINES,
@@ -86,7 +84,6 @@ NOT_RUN = {
             "dp-ray fetch digits --address http://10.0.0.1:8265",
             "dp-ray fetch digits models --weights --address http://10.0.0.1:8265",
             "dp-ray fetch digits --storage s3://bucket/runs",
-            "dp-ray fetch digits_predict --storage s3://bucket/runs",
         ),
         OTHER_MACHINES,
     ),
