@@ -27,7 +27,7 @@ from tests.support.sources import ORDER
 
 PACKAGE = ROOT / "dp_ray"
 # By tests/cli/test_first_day.py, test_recipes.py and test_sessions.py.
-RUN_ELSEWHERE = {"docs/first-day.md", "docs/recipes.md", "docs/sessions.md"}
+RUN_ELSEWHERE = {"docs/first-day.md", "docs/recipes.md", "docs/data.md", "docs/sessions.md"}
 # With what each key of a job, shown alone within a sentence, makes a job.
 ANY_JOB: dict[str, Any] = {
     "task": "train",

@@ -1,4 +1,4 @@
-"""docs/recipes.md, and docs/losses.md and docs/steps.md for dict items and losses that are one number."""
+"""docs/recipes.md and docs/data.md; docs/losses.md and docs/steps.md for dict items and losses of one number."""
 
 import functools
 import importlib
@@ -248,6 +248,18 @@ def test_the_page_of_recipes(
         check_recipes(said)
 
 
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_page_of_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchmetrics")
+    with standing_in(tmp_path, monkeypatch):
+        run_page(ROOT / "docs" / "data.md", tmp_path, capsys)
+        check_houses()
+        check_texts()
+
+
 def check_recipes(said: str) -> None:
     """Check what the recipes leave, in their folder."""
     images, best = loaded("images"), loaded("images").best["weights"]
@@ -263,9 +275,8 @@ def check_recipes(said: str) -> None:
         same = [one for one, tensor in loaded(name).weights.items() if same_in(start, one, tensor)]
         assert same == [one for one in start.state_dict() if re.match(pattern, one)], name
     assert loaded("lora").weights["layers.6.up"].abs().sum() > 0
-    check_the_worst(start.eval())
-    check_contrast()
-    check_houses()
+    check_looked(start.eval())
+    check_folds()
     check_graph()
 
 
@@ -304,6 +315,17 @@ def check_graph() -> None:
     assert result.metrics["eval_accuracy"] > 0.9
 
 
+def check_texts() -> None:
+    """The first loss of the padded texts, by plain torch: the collate gets its args."""
+    texts = importlib.import_module("texts")
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(8, 2, padding_idx=7)
+    tokens, labels = texts.pad(texts.texts()[:20], value=7)
+    assert (tokens == 7).any()
+    loss = F.cross_entropy(model(tokens), labels).item()
+    assert loaded("texts").history[0]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
 def same_in(model: nn.Module, name: str, tensor: torch.Tensor) -> bool:
     there = model.state_dict().get(name)
     return there is not None and torch.equal(there, tensor)
@@ -330,40 +352,22 @@ def check_predicted_reviews() -> None:
     assert trained.metrics["eval_f1"] == pytest.approx(sum(scores) / 2)
 
 
-def check_the_worst(model: nn.Module) -> None:
-    data, result = Digits("train"), loaded("worst")
+def check_looked(model: nn.Module) -> None:
+    data, result = Digits("train"), loaded("looked")
     with torch.no_grad():
         losses = F.cross_entropy(model(data.images), data.labels, reduction="none")
+        embeddings = model.layers[:6](data.images)  # type: ignore[operator, index]
     assert torch.allclose(result.outputs["loss"], losses, atol=1e-5)
+    assert torch.allclose(result.outputs["embedding"], embeddings, atol=1e-5)
     assert torch.equal(result.outputs["label"], data.labels)
 
 
-class Still(Digits):
-    """Two views without noise."""
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return torch.stack([image, 0.5 + image.flip(1)]), label
-
-
-def check_contrast() -> None:
-    """With any shards the loss is that of the whole batch in one process."""
-    contrast, still = importlib.import_module("contrast"), Still("train")
-    torch.manual_seed(0)
-    batch = torch.utils.data.default_collate([still[index] for index in range(128)])
-    whole = contrast.loss(contrast.Model()(batch[0]), batch[1]).item()
-    found = [
-        dp_ray.run("contrast.yaml", dataset=Still, dataset_args={"split": "train"}, shards=shards, **FIRST).history[0]
-        for shards in (1, 3)
-    ]
-    assert [one["loss"] for one in found] == pytest.approx([whole, whole], rel=1e-5)
-
-
-FIRST: dict[str, Any] = {
-    "workers": 0,
-    "shuffle": False,
-    "max_steps": 1,
-    "quiet": True,
-    "name": "first",
-    "overwrite": True,
-}
+def check_folds() -> None:
+    """The accuracy of each fold's best weights on what it held out, by plain torch."""
+    data = Digits("train")
+    for fold in range(3):
+        best, model = loaded(f"fold-{fold}").best, Net(16).eval()
+        model.load_state_dict(safetensors.torch.load_file(best["weights"]))
+        with torch.no_grad():
+            right = model(data.images[fold::3]).argmax(1) == data.labels[fold::3]
+        assert best["value"] == pytest.approx(right.float().mean().item())
