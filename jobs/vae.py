@@ -29,5 +29,6 @@ def step(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the sum over a shard's rows: of the pixels' cross entropy, and of how far the codes are from normal."""
     images, _ = batch
     made, mean, log_variance = model(images)
-    of_pixels = F.binary_cross_entropy(made, images.flatten(1), reduction="sum")
-    return of_pixels - 0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
+    of_pixels: torch.Tensor = F.binary_cross_entropy(made, images.flatten(1), reduction="sum")
+    distance: torch.Tensor = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
+    return of_pixels + distance

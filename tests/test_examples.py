@@ -212,9 +212,9 @@ def words_by_hand(epochs: int, length: int, pieces: int) -> tuple[dict[str, torc
     steps, evaluated = [], []
 
     def loss_of(columns: torch.Tensor, at: int, state: Any) -> Any:
-        seen, state = model.lstm(model.embedding(columns[:, at : at + length]), state)
+        seen, state = model.lstm(model.embedding(columns[:, at : at + length]), state)  # type: ignore[operator]
         following = columns[:, at + 1 : at + length + 1]
-        return cross_entropy(model.head(seen).flatten(0, 1), following.flatten()), state
+        return cross_entropy(model.head(seen).flatten(0, 1), following.flatten()), state  # type: ignore[operator]
 
     for _ in range(epochs):
         state = None

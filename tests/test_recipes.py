@@ -306,7 +306,7 @@ def check_graph() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(30):
         optimizer.zero_grad()
-        F.cross_entropy(model(*inputs)[0].T, item["labels"]).backward()
+        F.cross_entropy(model(*inputs)[0].T, item["labels"]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(result.weights[name], tensor, rtol=1e-4, atol=1e-5)

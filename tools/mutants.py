@@ -246,8 +246,8 @@ MUTANTS = [
     Mutant(
         "a session's worker: the next job's first view waits for the lost ones too",
         "cluster/channel.py",
-        "max(1, len(set(range(self._started)) - self._lost))",
-        "self._started",
+        "max(1, len(self._started - self._lost))",
+        "len(self._started)",
         "tests/cluster/test_views.py::test_a_job_begins_with_those_that_live_and_takes_in_who_comes_for_the_one_lost_while_idle",
     ),
     Mutant(

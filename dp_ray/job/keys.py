@@ -205,7 +205,7 @@ class Reduced(Target):
     divided by rows."""
 
 
-class Loss(Compared, Reduced):
+class LossTarget(Compared, Reduced):
     """The loss: a function of (outputs, target), or one of torch's."""
 
     AS_BEFORE: ClassVar[tuple[tuple[str, Any], ...]] = (*Compared.AS_BEFORE, *Reduced.AS_BEFORE)
@@ -228,7 +228,7 @@ class Loss(Compared, Reduced):
         return {**opened, "args": {name: args[name] for name in args if name != "reduction"}, "reduction": "sum"}
 
     @model_validator(mode="after")
-    def _sums_shards(self) -> "Loss":
+    def _sums_shards(self) -> "LossTarget":
         if self.reduction == "sum" and self.over == "batch":
             raise ValueError(
                 "reduction: sum is of a loss of each shard; with over: batch the loss sees the whole batch, and the "
@@ -237,7 +237,7 @@ class Loss(Compared, Reduced):
         return self
 
 
-LossKey = Annotated[Any, target_parser(Loss)]
+LossKey = Annotated[Any, target_parser(LossTarget)]
 StepKey = Annotated[Any, target_parser(Reduced)]
 
 

@@ -116,7 +116,7 @@ class Builds(SlowUntil):
         with pids.open("a") as file:
             file.write(f"{os.getpid()}\n")
         known = [int(pid) for pid in pids.read_text().split()]
-        killed = dict(deadly).get(known.index(os.getpid()))
+        killed = {rank: other for rank, other in deadly}.get(known.index(os.getpid()))
         if killed is not None:
             os.kill(known[killed], signal.SIGKILL)
         if known.index(os.getpid()) == late:
@@ -363,7 +363,7 @@ def test_a_session_grows_while_it_is_idle_and_its_next_job_has_all_workers(
     keys: dict[str, Any] = {**SLOW, "storage": str(tmp_path), "quiet": True}
     with others(6) as hold:
         before = hold.groups()
-        elastic = {"workers": {"min": 1, "max": 3}, "cpus_per_worker": 2}
+        elastic: dict[str, Any] = {"workers": {"min": 1, "max": 3}, "cpus_per_worker": 2}
         with dp_ray.session(address=cluster.address, **elastic) as session:
             first = session.run(None, **keys, name="first")
             hold.free()

@@ -30,7 +30,7 @@ from tests.support.group import ProcessExit, StopsBefore, history_of, run_group,
 from tests.support.trainings import assert_close, initial, job_of, keys_of, mean_loss
 
 CLIP = 0.3
-ADAM = {"lr": 0.01, "eps": 0.01}  # whose updates do not magnify rounding
+ADAM: dict[str, Any] = {"lr": 0.01, "eps": 0.01}  # whose updates do not magnify rounding
 SGD_AND_ADAM: list[Any] = [
     {
         "match": r"^0\.",
@@ -44,7 +44,7 @@ MUON_AND_ADAMW: list[Any] = [
     {"match": "weight$", "target": "torch.optim:Muon", "args": {"lr": 0.02}},
     {"target": "torch.optim:AdamW", "args": {"lr": 0.01}},
 ]
-HALVING = {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 3, "gamma": 0.5}}
+HALVING: dict[str, Any] = {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 3, "gamma": 0.5}}
 FSDP = {"strategy": "fsdp", "fsdp": {"blocks": ["Linear"]}}
 
 
@@ -65,7 +65,7 @@ class Both:
 
 def sgd_and_adam(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     named = dict(model.named_parameters())
-    groups = [{"params": [named["0.bias"]], "lr": 0.02}, {"params": [named["0.weight"]]}]
+    groups: list[dict[str, Any]] = [{"params": [named["0.bias"]], "lr": 0.02}, {"params": [named["0.weight"]]}]
     return torch.optim.SGD(groups, 0.1, 0.9), torch.optim.Adam([named["3.weight"], named["3.bias"]], **ADAM)
 
 
@@ -337,7 +337,7 @@ def test_an_entry_is_set_and_shown_by_its_number() -> None:
     values = values_of(optimizer=[*MUON_AND_ADAMW[:1], "torch.optim:AdamW"])
     job = job_set(values, {"optimizer.0.args.lr": 0.5, "optimizer.1.args.weight_decay": 0.0}, "job")
     assert values["optimizer"][0]["args"] == {"lr": 0.02}, "the caller's own are as they were"
-    muon, adamw = job.optimizer
+    (_, muon), (_, adamw) = job.optimizers
     assert (muon.args, adamw.label, adamw.args) == ({"lr": 0.5}, "torch.optim:AdamW", {"weight_decay": 0.0})
     there, here = (made.describe() for made in (Job.make(values, "job"), job))
     assert list(differences(there, here)) == [
@@ -386,11 +386,11 @@ def test_plan_verify_replay_the_report_and_a_sweep_take_a_list(
     for found in replay(result.run_dir, StepChoice(5), lambda line: None):
         assert found.compared == "bitwise equal"
     history = pa.table({name: [row[name] for row in result.history] for name in result.history[0]})
-    rates = [chart for chart in charts_of(history, ()) if chart.title == "Learning rate"]
+    rates = [chart for chart in charts_of(history, {}) if chart.title == "Learning rate"]
     assert [[each["name"] for each in chart.series] for chart in rates] == [["learning_rate", "learning_rate_1"]]
     over = {"optimizer.0.args.lr": [0.02, 0.2]}
-    trials = dp_ray.sweep(**{**keys, "name": "s"}, over=over, quiet=True)
-    assert [trial.values for trial in trials.trials] == [{"optimizer.0.args.lr": lr} for lr in (0.02, 0.2)]
+    trials = dp_ray.sweep(**{**keys, "name": "s"}, over=over, quiet=True).trials
+    assert [trial.values for trial in trials] == [{"optimizer.0.args.lr": lr} for lr in (0.02, 0.2)]
 
 
 def test_hooks_see_the_rates_of_all(tmp_path: Path) -> None:

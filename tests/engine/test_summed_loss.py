@@ -26,7 +26,7 @@ from tests.support.trainings import initial, job_of
 
 HERE = "tests.engine.test_summed_loss"
 # Adam's updates hardly depend on a factor of all gradients; with this eps they do.
-RATES: dict[str, float] = {"lr": 0.01, "eps": 0.1}
+RATES: dict[str, Any] = {"lr": 0.01, "eps": 0.1}
 ADAM = {"target": "torch.optim:Adam", "args": RATES}
 SUM = {"target": "torch.nn:CrossEntropyLoss", "reduction": "sum"}
 ROWS = 45  # batches of 10, and a last one of 5

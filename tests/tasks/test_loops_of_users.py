@@ -45,7 +45,13 @@ NUM_ROWS = {"words": 60, "actor_critic": 192}
 
 
 def job_of(loop: str, **keys: Any) -> Job:
-    given = {"task": "train", "loop": loop, "batch_size": users.BATCH, "epochs": EPOCHS, "shards": users.SHARDS}
+    given: dict[str, Any] = {
+        "task": "train",
+        "loop": loop,
+        "batch_size": users.BATCH,
+        "epochs": EPOCHS,
+        "shards": users.SHARDS,
+    }
     given |= {"shuffle": False, "bitwise": True, **KEYS[loop], **keys}
     for key in ("loop", "model", "dataset"):
         if isinstance(given[key], str) and ":" not in given[key]:

@@ -203,7 +203,7 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
         None if there is no room for it after all. If one of them is lost as it starts, none of them has started, and
         this raises an error of Ray or Ray Train.
         """
-        context, state = self.get_worker_group_context(), self._worker_group_state
+        context, state = self.get_worker_group_context(), self.get_worker_group_state()
         ranks, each = range(len(self), num_workers), context.resources_per_worker
         places = placement_group(
             [each] * len(ranks), context.placement_strategy, bundle_label_selector=[label_selector] * len(ranks)
