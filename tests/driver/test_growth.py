@@ -116,7 +116,8 @@ class Builds(SlowUntil):
         with pids.open("a") as file:
             file.write(f"{os.getpid()}\n")
         known = [int(pid) for pid in pids.read_text().split()]
-        killed = {rank: other for rank, other in deadly}.get(known.index(os.getpid()))
+        at = known.index(os.getpid())
+        killed = next((other for rank, other in deadly if rank == at), None)
         if killed is not None:
             os.kill(known[killed], signal.SIGKILL)
         if known.index(os.getpid()) == late:

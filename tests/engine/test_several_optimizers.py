@@ -389,7 +389,7 @@ def test_plan_verify_replay_the_report_and_a_sweep_take_a_list(
     rates = [chart for chart in charts_of(history, {}) if chart.title == "Learning rate"]
     assert [[each["name"] for each in chart.series] for chart in rates] == [["learning_rate", "learning_rate_1"]]
     over = {"optimizer.0.args.lr": [0.02, 0.2]}
-    trials = dp_ray.sweep(**{**keys, "name": "s"}, over=over, quiet=True).trials
+    trials = dp_ray.sweep(**{**keys, "name": "s"}, over=over, quiet=True).trials  # type: ignore[operator]
     assert [trial.values for trial in trials] == [{"optimizer.0.args.lr": lr} for lr in (0.02, 0.2)]
 
 
