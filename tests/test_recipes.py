@@ -278,6 +278,15 @@ def check_recipes(said: str) -> None:
     check_looked(start.eval())
     check_folds()
     check_graph()
+    check_muon()
+
+
+def check_muon() -> None:
+    """Muon beside AdamW learns more in the same steps, as the page's figures say."""
+    both, alone = loaded("muon"), loaded("adamw")
+    assert len(both.history) == len(alone.history) == 256
+    assert "learning_rate_1" in both.history[0] and "learning_rate_1" not in alone.history[0]
+    assert both.metrics["epoch_loss"] < alone.metrics["epoch_loss"] - 0.1
 
 
 def check_houses() -> None:
