@@ -68,6 +68,7 @@ def test_from_the_job_to_the_page(
     inputs, target = data().tensors
     assert result.metrics["eval_val/right"] == pytest.approx(right(model(inputs), target).mean().item())
     best = max(row["eval_val/right"] for row in rows)
+    assert result.best is not None
     assert (result.best["metric"], result.best["value"]) == ("eval_val/right", best)
     if result.stopped_early is not None:
         assert result.stopped_early["metric"] == "eval_val/right"
@@ -119,6 +120,13 @@ def test_a_loop_logs_such_a_name(tmp_path: Path) -> None:
             update.step()
             step.log(**{"train/loss": loss})
 
-    keys = {"loss": None, "optimizer": None, "metrics": {}, "checkpoint": {}, "early_stopping": None, "eval": None}
+    keys: dict[str, Any] = {
+        "loss": None,
+        "optimizer": None,
+        "metrics": {},
+        "checkpoint": {},
+        "early_stopping": None,
+        "eval": None,
+    }
     result = dp_ray.run(**{**job_of(tmp_path, **keys), "loop": loop}, quiet=True)
     assert [row["train/loss"] for row in result.history] == [row["loss"] for row in result.history]
