@@ -86,7 +86,7 @@ LINKS: dict[str, str] = {
     "shuffle": "[Large files](data.md#shuffling-large-files)",
     "loss": "[What a loss returns](losses.md#what-a-loss-returns)",
     "loss.over": "[More](losses.md#a-loss-over-the-whole-batch)",
-    "optimizer": "[More](training.md), [several](recipes.md#muon-beside-adamw)",
+    "optimizer": "[More](steps.md#optimizers)",
     "optimizer.groups": "[An example](recipes.md#image-classification)",
     "eval": "[Several](training.md#several-evaluations)",
     "workers": "[Elastic jobs](faults.md#elastic-jobs)",

@@ -208,6 +208,8 @@ class Named(nn.Module):
 class Around(torch.utils.data.Dataset[torch.Tensor]):
     """A wrapper of the user's own, which calls what it wraps neither `dataset` nor anything else that is known."""
 
+    loader_context = "fork"  # its lambdas cannot be pickled
+
     def __init__(self, parts: Any) -> None:
         self.parts = parts
 

@@ -26,7 +26,9 @@ from dp_ray.tasks.checkpoints import check_updates, updates_of
 from tests.rundir.test_resume import ended_by, mortal
 from tests.support import training
 from tests.support.builders import optimizer_step_of
+from tests.support.cli import status_of
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
+from tests.support.sweeps import written
 from tests.support.trainings import assert_close, initial, job_of, keys_of, mean_loss
 
 CLIP = 0.3
@@ -388,9 +390,10 @@ def test_plan_verify_replay_the_report_and_a_sweep_take_a_list(
     history = pa.table({name: [row[name] for row in result.history] for name in result.history[0]})
     rates = [chart for chart in charts_of(history, {}) if chart.title == "Learning rate"]
     assert [[each["name"] for each in chart.series] for chart in rates] == [["learning_rate", "learning_rate_1"]]
-    over = {"optimizer.0.args.lr": [0.02, 0.2]}
-    trials = dp_ray.sweep(**{**keys, "name": "s"}, over=over, quiet=True).trials  # type: ignore[operator]
-    assert [trial.values for trial in trials] == [{"optimizer.0.args.lr": lr} for lr in (0.02, 0.2)]
+    file = written(tmp_path, **{**keys, "name": None, "storage": str(tmp_path / "sweep")})
+    assert status_of(monkeypatch, "sweep", file, "--over", "optimizer.0.args.lr=0.02,0.2") == 0
+    for number, lr in ((1, 0.02), (2, 0.2)):
+        assert dp_ray.load(str(tmp_path / "sweep" / f"job-sweep-{number}")).history[0]["learning_rate"] == lr
 
 
 def test_hooks_see_the_rates_of_all(tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
         what["metrics"] = {"nll": f"{HERE}:nll"} if case["eval_rows"] else {}
     is_hooked = bool({"clamp", "after"} & set(has))  # which nothing pickles, and closures neither
     fork = ["fork"] if case["draws"] and case["draws"][0] == "closure" else []
-    data = named(drawing if case["draws"] else Data, case["rows"], has, *case["draws"], *fork)
+    data = named(drawing if case["draws"] else Data, case["rows"], has, *(case["draws"] or ()), *fork)
     model = named_or_made(case["objects"] and not is_hooked, Model, has)
     if case.get("loops"):
         given = case["optimizer"], case["grad_clip"]
