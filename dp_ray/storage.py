@@ -115,7 +115,9 @@ class Storage:
     def parent(self) -> "Storage":
         """The folder that holds this one, with the same connection."""
         parent = copy.copy(self)
-        parent.path, parent._base = (path.rstrip("/").rpartition("/")[0] for path in (self.path, self._base))
+        parent.path, parent._base = (
+            path.rstrip("/").rpartition("/")[0] or "/" * path.startswith("/") for path in (self.path, self._base)
+        )
         return parent
 
     def guarded(self, before_commit: Callable[[], None]) -> "Storage":

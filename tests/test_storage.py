@@ -49,6 +49,11 @@ def full_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_the_folder_above_one_at_the_top_is_the_root() -> None:
+    assert Storage("/nowhere").parent.location == Storage("/").location == "/"
+    assert Storage("/some/where").parent.location == "/some"
+
+
 def test_text_comes_back(storage: Storage) -> None:
     storage.write_text("a.json", "grüße\n")
     assert storage.read_text("a.json") == "grüße\n"
