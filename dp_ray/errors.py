@@ -68,7 +68,7 @@ def status_of_several(statuses: Iterable[int]) -> int:
 class Error(Exception):
     """Base of every error that dp_ray raises on purpose; `exit_status` is the exit status of the command line.
 
-    Neither its message nor its notes hold secrets. Catch it to catch all of those below, but for RunInterrupted.
+    Its text holds no secrets. It catches all of those below but RunInterrupted.
     """
 
     exit_status = FAILED
