@@ -910,8 +910,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     the training steps it in all."""
     early_stopping: EarlyStopping | None = None
     """train only: end the training once a metric has not improved for a while, like `{metric: eval_loss, patience:
-    3}`. Or once it is good enough, like `early_stopping: {metric: loss, every: step, below: 0.1}`. With more patience, or a smaller
-    `below`, a run that it has ended goes on."""
+    3}`. Or once it is good enough, like `early_stopping: {metric: loss, every: step, below: 0.1}`. With more
+    patience, or a smaller `below`, a run that it has ended goes on."""
     ema: Ema | None = None
     """train only: also keep the exponential moving average of the weights, `ema.safetensors`, like `{decay: 0.999,
     evaluate: true}`."""

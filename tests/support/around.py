@@ -412,7 +412,7 @@ def named_or_made(is_object: bool, made: Callable[..., Any], *args: Any) -> Any:
     """
     if is_object and "closure" not in args:
         return initial(made, *args)
-    names = inspect.signature(made).parameters
+    names = list(inspect.signature(made).parameters)[: len(args)]
     return {"target": f"{HERE}:{made.__name__}", "args": dict(zip(names, args, strict=True))}
 
 
