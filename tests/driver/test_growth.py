@@ -33,7 +33,10 @@ HOLDS = """
 import sys, ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 ray.init(sys.argv[1], log_to_driver=False)
-held = [placement_group([{"CPU": int(cpus)}]) for cpus in sys.argv[2:]]
+left, *frees = map(int, sys.argv[2:])
+taken = [group["bundles"].values() for group in placement_group_table().values() if group["state"] != "REMOVED"]
+room = ray.cluster_resources()["CPU"] - sum(bundle.get("CPU", 0) for bundles in taken for bundle in bundles)
+held = [placement_group([{"CPU": cpus}]) for cpus in (*frees, room - left - sum(frees)) if cpus]
 ray.get([one.ready() for one in held])
 print("holds", flush=True)
 mine = {one.id.hex() for one in held}
@@ -62,7 +65,7 @@ print(len(group) == 1 and time.monotonic() - began < 5)
 
 
 class Others:
-    """Another driver, which holds CPUs of the cluster until it is told to free the next of them."""
+    """Another driver, which holds all CPUs of the cluster but some, until it is told to free the next of them."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -87,8 +90,8 @@ Hold = Callable[..., AbstractContextManager[Others]]
 @pytest.fixture
 def others(cluster: Cluster) -> Hold:
     @contextmanager
-    def hold(*cpus: int) -> Iterator[Others]:
-        line = [sys.executable, "-c", HOLDS, cluster.address, *map(str, cpus)]
+    def hold(left: int, *frees: int) -> Iterator[Others]:
+        line = [sys.executable, "-c", HOLDS, cluster.address, *map(str, (left, *frees))]
         # A Ray that was started before this machine had any token demands none, and refuses who shows one later.
         environment = {**os.environ, AUTH_MODE: "token" if wants_token(cluster.address) else "disabled"}
         pipe = subprocess.PIPE
@@ -108,7 +111,7 @@ class Builds(SlowUntil):
     They are counted from 0. The one of the number `late` takes very long.
     """
 
-    def __init__(self, path: str, deadly: Sequence[Sequence[int]] = (), late: int | None = None) -> None:
+    def __init__(self, path: str, deadly: Sequence[tuple[int, int]] = (), late: int | None = None) -> None:
         super().__init__(path)
         if GROUP not in os.environ:
             return
@@ -140,7 +143,7 @@ class Watched:
     """A run in this folder, as its files tell of it while it runs, and what ends it."""
 
     def __init__(
-        self, folder: Path, deadly: Sequence[Sequence[int]] = (), late: int | None = None, **keys: Any
+        self, folder: Path, deadly: Sequence[tuple[int, int]] = (), late: int | None = None, **keys: Any
     ) -> None:
         self.go, self.story, self._pids = folder / "go", folder / "run" / "story.json", folder / "pids"
         args = {"path": str(self.go), "deadly": [list(pair) for pair in deadly], "late": late}
@@ -148,10 +151,8 @@ class Watched:
             **SLOW,
             "dataset": {"target": "tests.driver.test_growth:Builds", "args": args},
             "workers": {"min": 1, "max": 3},
-            "cpus_per_worker": 2,
             "epochs": 60,
             "checkpoint": {"every_steps": 100},
-            "retries": 0,
             "quiet": False,
             **keys,
         }
@@ -202,7 +203,7 @@ def test_a_job_grows_twice_and_loses_a_worker_that_came_later(
     run: Run, tmp_path: Path, others: Hold, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = Watched(tmp_path)
-    with others(2, 4) as hold:
+    with others(1, 1, 1) as hold:
         before = hold.groups()
 
         def act() -> None:
@@ -232,7 +233,7 @@ def test_a_job_grows_twice_and_loses_a_worker_that_came_later(
 def test_who_was_there_is_killed_as_another_one_comes(run: Run, tmp_path: Path, others: Hold, lost: int) -> None:
     """Within its start, of which the others know nothing yet."""
     job = Watched(tmp_path, [(2, lost)])
-    with others(4) as hold:
+    with others(2, 1) as hold:
         before = hold.groups()
 
         def act() -> None:
@@ -254,7 +255,7 @@ def test_who_was_there_is_killed_as_another_one_comes(run: Run, tmp_path: Path, 
 def test_a_job_ends_while_another_worker_comes(run: Run, tmp_path: Path, others: Hold) -> None:
     """Also one that takes so long that it has to be ended."""
     job = Watched(tmp_path, late=1)
-    with others(6) as hold:
+    with others(1, 2) as hold:
         before = hold.groups()
 
         def act() -> None:
@@ -285,7 +286,7 @@ def test_further_workers_that_die_as_they_begin_are_no_more_started(
     run: Run, tmp_path: Path, others: Hold, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = Watched(tmp_path, [(at, at) for at in range(1, 9)])
-    with others(6) as hold:
+    with others(1, 2) as hold:
 
         def act() -> None:
             job.come_to(1)
@@ -306,7 +307,7 @@ def test_a_further_worker_that_dies_while_it_starts_is_started_again(
 ) -> None:
     """Before it has any code of the job: its placement group is given back, and there is another one."""
     job = Watched(tmp_path, workers={"min": 1, "max": 2})
-    with others(6) as hold:
+    with others(1, 1) as hold:
         before = hold.groups()
 
         def processes() -> set[int]:
@@ -341,7 +342,7 @@ def test_a_further_worker_that_dies_while_it_starts_is_started_again(
 )
 def test_what_reads_checkpoints_grows_from_one(run: Run, tmp_path: Path, others: Hold, keys: dict[str, Any]) -> None:
     job = Watched(tmp_path, **keys)
-    with others(6) as hold:
+    with others(1, 2) as hold:
 
         def act() -> None:
             job.come_to(1)
@@ -362,10 +363,9 @@ def test_a_session_grows_while_it_is_idle_and_its_next_job_has_all_workers(
 ) -> None:
     """Also one whose workers could not take others in."""
     keys: dict[str, Any] = {**SLOW, "storage": str(tmp_path), "quiet": True}
-    with others(6) as hold:
+    with others(1, 2) as hold:
         before = hold.groups()
-        elastic: dict[str, Any] = {"workers": {"min": 1, "max": 3}, "cpus_per_worker": 2}
-        with dp_ray.session(address=cluster.address, **elastic) as session:
+        with dp_ray.session(address=cluster.address, workers={"min": 1, "max": 3}) as session:
             first = session.run(None, **keys, name="first")
             hold.free()
             assert within(SECONDS, lambda: hold.groups() == before + 2)

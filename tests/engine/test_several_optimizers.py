@@ -337,7 +337,7 @@ def values_of(**keys: Any) -> dict[str, Any]:
 
 def test_an_entry_is_set_and_shown_by_its_number() -> None:
     values = values_of(optimizer=[*MUON_AND_ADAMW[:1], "torch.optim:AdamW"])
-    job = job_set(values, {"optimizer.0.args.lr": 0.5, "optimizer.1.args.weight_decay": 0.0}, "job")
+    job = job_set(dict(values), {"optimizer.0.args.lr": 0.5, "optimizer.1.args.weight_decay": 0.0}, "job")
     assert values["optimizer"][0]["args"] == {"lr": 0.02}, "the caller's own are as they were"
     (_, muon), (_, adamw) = job.optimizers
     assert (muon.args, adamw.label, adamw.args) == ({"lr": 0.5}, "torch.optim:AdamW", {"weight_decay": 0.0})
@@ -350,7 +350,7 @@ def test_an_entry_is_set_and_shown_by_its_number() -> None:
     assert Job.make(here, "job").fingerprint() == job.fingerprint() != Job.make(values, "job").fingerprint()
     for key in ("optimizer.2.args.lr", "optimizer.args.lr"):
         with pytest.raises(JobError, match=rf"{key}: optimizer is a list of 2; name an item by its number, from 0"):
-            job_set(values, {key: 0.5}, "job")
+            job_set(dict(values), {key: 0.5}, "job")
 
 
 def test_another_runs_checkpoint_goes_on_with_the_same_optimizers_and_with_other_schedules() -> None:

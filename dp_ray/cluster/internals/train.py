@@ -192,6 +192,7 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     _worker_cls = RayTrainWorker
     idle_starts = 0.0  # how many of the next starts may take processes that Ray holds ready
+    _worker_group_state: Any
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
