@@ -176,7 +176,7 @@ def test_the_walker_learns_to_go_to_the_middle(tmp_path: Path) -> None:
 
 def words_by_hand(epochs: int, length: int, pieces: int) -> tuple[dict[str, torch.Tensor], list[Any], list[float]]:
     """The weights of a small reader, the loss and the rate of each step, and each evaluation, in plain torch."""
-    model = initial(lambda: words.Reader(8, dropout=0.0))
+    model: Any = initial(lambda: words.Reader(8, dropout=0.0))
     optimizer = torch.optim.SGD(model.parameters(), 20.0)
     plateau = ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
     data, test = words.Pieces("train", length, pieces), words.Pieces("test", length, pieces)
