@@ -205,16 +205,16 @@ def test_the_walker_learns_to_go_to_the_middle(tmp_path: Path) -> None:
 
 def words_by_hand(epochs: int, length: int, pieces: int) -> tuple[dict[str, torch.Tensor], list[Any], list[float]]:
     """The weights of a small reader, the loss and the rate of each step, and each evaluation, in plain torch."""
-    model = initial(lambda: words.Reader(8, dropout=0.0))
+    model: Any = initial(lambda: words.Reader(8, dropout=0.0))
     optimizer = torch.optim.SGD(model.parameters(), 20.0)
     plateau = ReduceLROnPlateau(optimizer, factor=0.25, patience=0)
     data, test = words.Pieces("train", length, pieces), words.Pieces("test", length, pieces)
     steps, evaluated = [], []
 
     def loss_of(columns: torch.Tensor, at: int, state: Any) -> Any:
-        seen, state = model.lstm(model.embedding(columns[:, at : at + length]), state)  # type: ignore[operator]
+        seen, state = model.lstm(model.embedding(columns[:, at : at + length]), state)
         following = columns[:, at + 1 : at + length + 1]
-        return cross_entropy(model.head(seen).flatten(0, 1), following.flatten()), state  # type: ignore[operator]
+        return cross_entropy(model.head(seen).flatten(0, 1), following.flatten()), state
 
     for _ in range(epochs):
         state = None
