@@ -198,13 +198,18 @@ def test_under_fp16_all_skip_where_the_gradient_of_one_overflows() -> None:
 
 def test_muon_under_fsdp_updates_by_whole_matrices(tmp_path: Path) -> None:
     """torch computes its products over all workers' parts; each part for itself would be another update."""
+    one_step = {"target": "tests.support.training:Pairs", "args": {"length": 7}}
     for workers in (2, 3):
         folder = tmp_path / str(workers)
-        run_group(job_of("mlp", optimizer=MUON_AND_ADAMW, epochs=1, workers=workers, **FSDP), folder)
+        run_group(
+            job_of("mlp", dataset=one_step, optimizer=MUON_AND_ADAMW, epochs=1, workers=workers, **FSDP), folder
+        )
         model = initial(training.mlp)
         plain: Any = Both(*muon_and_adamw(model))
-        losses = training.plain_loop(model, training.Pairs(), 7, 1, mean_loss, plain)
-        assert_close(folder, model, losses, 1e-2)  # it rounds to bf16
+        losses = training.plain_loop(model, training.Pairs(7), 7, 1, mean_loss, plain)
+        assert_close(
+            folder, model, losses, 1.5e-2
+        )  # it rounds to bf16; by parts, the weights differ by 3e-2 and more
     with pytest.raises(
         ProcessExit, match=r"JobError: optimizer\.0: Muon may use all of a parameter to update a part"
     ):
