@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Three processes, each with whole files: some tests wait.
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
-FUZZED := $(addprefix tests/engine/test_,fuzz.py fuzz_around.py constructors.py)
+FUZZED := $(addprefix tests/engine/,test_fuzz.py test_fuzz_around.py sharded/test_constructors.py)
 FUZZED += $(addprefix tests/data/test_,damaged_data.py files.py bad_records.py)
 FUZZED += tests/data/test_on_s3.py::test_files_of_a_store_are_named_by_the_same_rule
 # The kernels that any x86 processor has: those of torch, of oneDNN (convolutions) and of MKL (products of

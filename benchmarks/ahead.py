@@ -19,7 +19,7 @@ from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, rate_text
 from dp_ray.data import Parquet
 from dp_ray.data.blocks import CACHE_BYTES, Block
-from dp_ray.engine.loading import Source, load_steps
+from dp_ray.engine.loads.loading import Source, load_steps
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.plan.split import Work

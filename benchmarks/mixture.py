@@ -26,7 +26,7 @@ from benchmarks.compare import Goal, Pairs, compared
 from benchmarks.measure import alternate, in_process, seconds
 from benchmarks.table import Row, time_text
 from dp_ray.data import Mix
-from dp_ray.engine.loading import Source, load_steps
+from dp_ray.engine.loads.loading import Source, load_steps
 from dp_ray.job.job import Job
 from dp_ray.plan.mixture import MixtureOrder
 from dp_ray.plan.order import EpochOrder, Order

@@ -31,7 +31,7 @@ from benchmarks.table import Row, rate_text
 from benchmarks.train import in_turns
 from benchmarks.training import STEPS, job_of
 from dp_ray.data import Tokens
-from dp_ray.engine.packing import PackedDataset
+from dp_ray.engine.loads.packing import PackedDataset
 from dp_ray.engine.world import World
 from dp_ray.job.keys import Pack
 from dp_ray.messages import StepControl

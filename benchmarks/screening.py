@@ -16,8 +16,8 @@ import psutil
 
 from benchmarks.measure import in_processes
 from benchmarks.training import BATCH, Images, as_a_worker
-from dp_ray.engine.bad_samples import Quarantine, Reference, item_form
-from dp_ray.engine.loading import LoadedShard, Source, load_steps
+from dp_ray.engine.loads.bad_samples import Quarantine, Reference, item_form
+from dp_ray.engine.loads.loading import LoadedShard, Source, load_steps
 from dp_ray.engine.world import CPU
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of

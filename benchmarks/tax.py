@@ -25,11 +25,11 @@ from benchmarks.measure import in_processes
 from benchmarks.table import Row, time_text
 from benchmarks.training import as_a_worker, ours
 from benchmarks.turns import take_turns
-from dp_ray.engine import loading
 from dp_ray.engine.clock import StepClock
+from dp_ray.engine.forward.state import StepState
+from dp_ray.engine.loads import loading
 from dp_ray.engine.random import ForwardSeeds, SampleSeeds
-from dp_ray.engine.state import StepState
-from dp_ray.engine.votes import StepSums
+from dp_ray.engine.sums.votes import StepSums
 from dp_ray.engine.world import World
 from dp_ray.messages import StepControl
 from dp_ray.rundir.history import History

@@ -63,7 +63,11 @@ JOBS = (
     Shown("webdataset", "images in tar shards of WebDataset", EXAMPLES, ("python -m jobs.webdataset",)),
     Shown("table", "a [table](data.md#a-csv-of-your-own) in CSV files", EXAMPLES, ("python -m jobs.table",)),
     Shown("characters", "a GPT of characters, [sharded](sharding.md) over two workers by FSDP", EXAMPLES),
-    Shown("gpt", "a GPT of bytes, on [packed](packing.md) documents of two sources", "tests/engine/test_packing.py"),
+    Shown(
+        "gpt",
+        "a GPT of bytes, on [packed](packing.md) documents of two sources",
+        "tests/engine/loads/test_packing.py",
+    ),
     Shown("hugging_face", "a model of transformers, sharded by FSDP", EXAMPLES, needs="transformers"),
     Shown("embeddings", "[a prediction](outputs.md): embeddings and labels, to Parquet", EXAMPLES, (DIGITS,)),
     Shown(

@@ -76,14 +76,14 @@ MUTANTS = [
     ),
     Mutant(
         "a sum's order: the workers' sums one after another, not by the tree",
-        "engine/tree_sum.py",
+        "engine/sums/tree_sum.py",
         "own = fold(slices, root, lambda left, right: right.add_(left))",
         "first, *others = slices.values()\n    own = first.clone()\n    for other in others:\n        own += other",
         "tests/engine/test_trainer.py::test_bitwise_is_the_same_bits_on_any_number_of_workers",
     ),
     Mutant(
         "a collective's layout: the slices of several nodes in the wrong order",
-        "engine/tree_sum.py",
+        "engine/sums/tree_sum.py",
         "by_owner = rows.transpose(0, 1).contiguous()",
         "by_owner = rows.contiguous()",
         "tests/engine/test_trainer.py::test_sizes_that_divide_nothing_end_at_a_plain_loops_weights",
@@ -97,17 +97,17 @@ MUTANTS = [
     ),
     Mutant(
         "a buffer: a shard starts from what the one before it on its worker wrote",
-        "engine/replica.py",
+        "engine/forward/replica.py",
         "if self._ran is not None:\n            self.restore()",
         "if self._ran is not None:\n            self._ran = None",
-        "tests/engine/test_forward_writes.py::test_each_way_to_write_follows_shard_0",
+        "tests/engine/forward/test_forward_writes.py::test_each_way_to_write_follows_shard_0",
     ),
     Mutant(
         "a step's state: what a worker's last shard writes stays, not what shard 0 does",
-        "engine/replica.py",
+        "engine/forward/replica.py",
         "if keeps and shard.shard == 0:",
         "if keeps:",
-        "tests/engine/test_forward_writes.py::test_each_way_to_write_follows_shard_0",
+        "tests/engine/forward/test_forward_writes.py::test_each_way_to_write_follows_shard_0",
     ),
     Mutant(
         "a loss's weight: the gradient is divided by the rows",
@@ -118,10 +118,10 @@ MUTANTS = [
     ),
     Mutant(
         "a mask of labels: only torch's own number is left out, whatever ignore_index is",
-        "engine/step.py",
+        "engine/forward/step.py",
         "weights = kept = target != loss.ignore_index",
         "weights = kept = target != -100",
-        "tests/engine/test_loss.py::test_cross_entropys_mean_is_torchs_whatever_the_split",
+        "tests/engine/forward/test_loss.py::test_cross_entropys_mean_is_torchs_whatever_the_split",
     ),
     Mutant(
         "a clip: a small gradient is made as large as the limit",
@@ -135,7 +135,7 @@ MUTANTS = [
         "engine/update.py",
         "if self.schedule.per_step and not self.has_skipped:",
         "if self.schedule.per_step:",
-        "tests/engine/test_fsdp.py::test_workers_skip_the_updates_that_fp16_overflowed_in_one_workers_part",
+        "tests/engine/sharded/test_fsdp.py::test_workers_skip_the_updates_that_fp16_overflowed_in_one_workers_part",
     ),
     Mutant(
         "a vote: one worker's does not stop all",
@@ -146,24 +146,24 @@ MUTANTS = [
     ),
     Mutant(
         "a loss of the whole batch: an output without rows gets its gradient once for each shard",
-        "engine/whole_batch.py",
+        "engine/sums/whole_batch.py",
         "return gradient if shard.shard == self.first else torch.zeros_like(gradient)",
         "return gradient",
-        "tests/engine/test_whole_batch.py::test_it_is_plain_torch_on_the_whole_batch",
+        "tests/engine/sums/test_whole_batch.py::test_it_is_plain_torch_on_the_whole_batch",
     ),
     Mutant(
         "a loader's skip: the positions of the first epoch in all",
-        "engine/loading.py",
+        "engine/loads/loading.py",
         "dataclasses.replace(self._order, epoch=shard.epoch)",
         "dataclasses.replace(self._order, epoch=0)",
-        "tests/engine/test_skip.py::test_shards_without_what_is_skipped",
+        "tests/engine/loads/test_skip.py::test_shards_without_what_is_skipped",
     ),
     Mutant(
         "a shard of FSDP: the norm has what all workers hold whole once for each worker",
         "engine/sharded/state.py",
         "if gradient.numel() and (is_first or id(parameter) not in whole)",
         "if gradient.numel()",
-        "tests/engine/test_fsdp.py::test_a_training_goes_on_by_the_other_strategy",
+        "tests/engine/sharded/test_fsdp.py::test_a_training_goes_on_by_the_other_strategy",
     ),
     Mutant(
         "a rename: a file has its name while it is written",
@@ -274,7 +274,7 @@ TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 # The tests that showed what is drawn, the last time.
 SHOWN = {
     "drawn: Evaluation._measure_batch: `merged is None`": (
-        "tests/engine/test_whole_batch.py::test_a_step_and_evaluations"
+        "tests/engine/sums/test_whole_batch.py::test_a_step_and_evaluations"
     ),
     "drawn: check_packs: `dump(value, nowhere, base, Apart().storage, reduced)`": (
         "tests/engine/test_ship.py::test_what_cannot_be_pickled_is_named_on_any_number_of_workers"
@@ -283,10 +283,10 @@ SHOWN = {
         "tests/plan/test_reduction_tree.py::test_sums_that_climb_as_they_come_are_those_by_definition"
     ),
     "drawn: StepInspection.find: `self.prepare(step, whole)`": (
-        "tests/engine/test_whole_batch.py::test_replay_gives_the_loss_and_each_rows_gradient"
+        "tests/engine/sums/test_whole_batch.py::test_replay_gives_the_loss_and_each_rows_gradient"
     ),
     "drawn: State._check_parameters: `name not in self._parameters`": (
-        "tests/engine/test_forward_writes.py::test_each_way_to_write_follows_shard_0"
+        "tests/engine/forward/test_forward_writes.py::test_each_way_to_write_follows_shard_0"
     ),
     "drawn: Merger._merge_files: `self._merge(merge)`": (
         "tests/outputs/test_merging.py::test_what_a_dead_attempt_commits_later_is_not_merged"

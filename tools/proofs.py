@@ -180,7 +180,8 @@ def on(runs: list[list[Any]]) -> str:
 
 def of_suites(is_all: bool) -> Iterator[Case]:
     """Yield what the drawn suites draw."""
-    from tests.engine import test_fsdp_bitwise, test_fuzz, test_fuzz_around
+    from tests.engine import test_fuzz, test_fuzz_around
+    from tests.engine.sharded import test_fsdp_bitwise
     from tests.support.cases import USUAL
     from tests.tasks import test_loops_drawn
 

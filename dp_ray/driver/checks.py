@@ -9,7 +9,7 @@ import torch
 
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.engine.devices import devices_here
-from dp_ray.engine.model import check_model
+from dp_ray.engine.forward.model import check_model
 from dp_ray.engine.optimizer import check_optimizer, check_scheduler
 from dp_ray.engine.selection import check_after
 from dp_ray.errors import Error, JobError

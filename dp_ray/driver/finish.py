@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dp_ray.engine.items import passthrough_keys
+from dp_ray.engine.loads.items import passthrough_keys
 from dp_ray.errors import RunInterrupted, StorageError, frames_of
 from dp_ray.job.job import Job
 from dp_ray.messages import WorkerReady

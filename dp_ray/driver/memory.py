@@ -22,20 +22,20 @@ from torch.utils._pytree import tree_leaves
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.devices import input_device
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.loading import Source, load_steps, seeded_dataset
-from dp_ray.engine.model import autocast, begin_to_train, build_model, call_model, set_modes
+from dp_ray.engine.forward.model import autocast, begin_to_train, build_model, call_model, set_modes
+from dp_ray.engine.forward.recompute import recompute_blocks
+from dp_ray.engine.forward.state import StepState
+from dp_ray.engine.forward.step import PredictInputs, build_step, run_step
+from dp_ray.engine.loads.loading import Source, load_steps, seeded_dataset
 from dp_ray.engine.optimizer import build_optimizers
 from dp_ray.engine.placement import shards_over
 from dp_ray.engine.random import preserved
-from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import Reduction, Trained
 from dp_ray.engine.sharded.build import build_on_meta, recasts, replace_tensors, shard_in_place
 from dp_ray.engine.sharded.reduce import ShardedReduction
 from dp_ray.engine.sharded.state import Sharded, SumScatter
-from dp_ray.engine.state import StepState
-from dp_ray.engine.step import PredictInputs, build_step, run_step
-from dp_ray.engine.tree_sum import ShardSums
-from dp_ray.engine.whole_batch import shard_loss
+from dp_ray.engine.sums.reduce import Reduction, Trained
+from dp_ray.engine.sums.tree_sum import ShardSums
+from dp_ray.engine.sums.whole_batch import shard_loss
 from dp_ray.engine.world import CPU, World, pretended
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dp_ray.driver.checks import check_targets, lacking_here
-from dp_ray.engine.loading import seeded_dataset
-from dp_ray.engine.packing import packings
+from dp_ray.engine.loads.loading import seeded_dataset
+from dp_ray.engine.loads.packing import packings
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import gpu_number
@@ -76,7 +76,7 @@ def plan_job(job: Job) -> Plan:
         if (mixture := mixture_of(datasets["dataset"])) is not None:
             plan = dataclasses.replace(plan, sources=planned_sources(mixture, plan.split))
         if job.device_map is not None:
-            from dp_ray.engine.model import plan_blocks
+            from dp_ray.engine.forward.model import plan_blocks
 
             plan = dataclasses.replace(plan, blocks=plan_blocks(job))
         lacking = [f"a run would not start: {error}" for error in lacking_here(job)]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from dp_ray.engine.buffers import copy_all, grouped
+from dp_ray.engine.forward.buffers import copy_all, grouped
 from dp_ray.engine.sharded.state import ParameterPart, one_thread, rows_like, sharded_as, whole_tensors
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError

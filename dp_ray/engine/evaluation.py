@@ -13,16 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine.buffers import modules_beside
 from dp_ray.engine.clock import Part, StepClock
-from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import autocast, evaluating
+from dp_ray.engine.forward.buffers import modules_beside
+from dp_ray.engine.forward.model import autocast, evaluating
+from dp_ray.engine.forward.replica import Replica
+from dp_ray.engine.forward.step import (
+    Compare,
+    Metrics,
+    Step,
+    StepEnd,
+    StepOutput,
+    Weighted,
+    as_tensor,
+    row_of,
+    run_step,
+)
+from dp_ray.engine.loads.loading import LoadedStep
 from dp_ray.engine.placement import Placement
-from dp_ray.engine.replica import Replica
 from dp_ray.engine.ship import refused
-from dp_ray.engine.step import Compare, Metrics, Step, StepEnd, StepOutput, Weighted, as_tensor, row_of, run_step
-from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
-from dp_ray.engine.whole_batch import (
+from dp_ray.engine.sums.whole_batch import (
     NO_ROWS,
     ShardOutput,
     WholeBatches,
@@ -32,6 +41,7 @@ from dp_ray.engine.whole_batch import (
     merged_batch,
     seed_of_batch,
 )
+from dp_ray.engine.user_code import describe_compared, locating, location, reraise_as
 from dp_ray.engine.world import CPU, everyone, gathered, has_peers, message_of
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job

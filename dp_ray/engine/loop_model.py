@@ -17,17 +17,17 @@ from torch import nn
 
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.devices import mixed_devices
-from dp_ray.engine.loading import LoadedShard, LoadedStep
-from dp_ray.engine.model import autocast
+from dp_ray.engine.forward.model import autocast
+from dp_ray.engine.forward.replica import Replica
+from dp_ray.engine.forward.step import Metrics, OnShard, StepOutput, as_tensor, what_it_is
+from dp_ray.engine.loads.loading import LoadedShard, LoadedStep
 from dp_ray.engine.placement import Placement
-from dp_ray.engine.reduce import ShardLoss
-from dp_ray.engine.replica import Replica
-from dp_ray.engine.step import Metrics, OnShard, StepOutput, as_tensor, what_it_is
+from dp_ray.engine.sums.reduce import ShardLoss
+from dp_ray.engine.sums.votes import StepSums, Totals
+from dp_ray.engine.sums.whole_batch import BatchLoss, MergedBatch, ShardOutput, WholeBatches, detached, merged_batch
 from dp_ray.engine.trainer import Pass, TrainedModel, TrainingStep
 from dp_ray.engine.update import Gradients, Updates
 from dp_ray.engine.user_code import batch_hint, locating, location, reraise_as, shards_hint
-from dp_ray.engine.votes import StepSums, Totals
-from dp_ray.engine.whole_batch import BatchLoss, MergedBatch, ShardOutput, WholeBatches, detached, merged_batch
 from dp_ray.engine.world import World, all_gather, everyone, has_peers, is_gpu, new_group
 from dp_ray.errors import ModelError, other_calls
 from dp_ray.plan.history import of_further

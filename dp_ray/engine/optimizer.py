@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._pytree import tree_leaves
 
+from dp_ray.engine.forward.weights import check_has_shape
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.weights import check_has_shape
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.keys import Optimizer, Scheduler, Target
 from dp_ray.job.targets import bind, check_gives, resolve

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from dp_ray.engine.average import Average
-from dp_ray.engine.carried import Carried
 from dp_ray.engine.devices import input_device
-from dp_ray.engine.model import BatchNormOfShard, build_model, compiled
-from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.reduce import DdpReduction, Reduction, Trained
-from dp_ray.engine.replica import Forwards
+from dp_ray.engine.forward.carried import Carried
+from dp_ray.engine.forward.model import BatchNormOfShard, build_model, compiled
+from dp_ray.engine.forward.recompute import recompute_blocks
+from dp_ray.engine.forward.replica import Forwards
+from dp_ray.engine.forward.state import State
+from dp_ray.engine.forward.weights import load_weights, make_room, unwrapped
 from dp_ray.engine.sharded.reduce import CollectiveForwards, ShardedReduction, TreeShardedReduction
 from dp_ray.engine.sharded.state import (
     BlockParameters,
@@ -32,10 +33,9 @@ from dp_ray.engine.sharded.state import (
     rows_like,
     whole_tensors,
 )
-from dp_ray.engine.state import State
-from dp_ray.engine.tree_sum import ShardSums
+from dp_ray.engine.sums.reduce import DdpReduction, Reduction, Trained
+from dp_ray.engine.sums.tree_sum import ShardSums
 from dp_ray.engine.update import OptimizerStep, Updates, declared_step, load_part
-from dp_ray.engine.weights import load_weights, make_room, unwrapped
 from dp_ray.engine.world import World, everyone
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job

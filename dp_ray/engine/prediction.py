@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from dp_ray.engine.clock import Part, StepClock
-from dp_ray.engine.items import Plain, split_passthrough
-from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.model import autocast, call_model, evaluating
-from dp_ray.engine.replica import Forwards, Replica
+from dp_ray.engine.forward.model import autocast, call_model, evaluating
+from dp_ray.engine.forward.replica import Forwards, Replica
+from dp_ray.engine.forward.step import StepEnd, model_hint
+from dp_ray.engine.loads.items import Plain, split_passthrough
+from dp_ray.engine.loads.loading import LoadedStep
 from dp_ray.engine.selection import OutputSelector
-from dp_ray.engine.step import StepEnd, model_hint
+from dp_ray.engine.sums.whole_batch import NO_ROWS
 from dp_ray.engine.user_code import locating, location, raise_as
-from dp_ray.engine.whole_batch import NO_ROWS
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices

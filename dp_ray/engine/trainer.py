@@ -18,23 +18,23 @@ from torch.utils.hooks import RemovableHandle
 from dp_ray.engine.alignment import must_align
 from dp_ray.engine.average import EVALUATED, Average
 from dp_ray.engine.clock import Part, StepClock
-from dp_ray.engine.gradient_hooks import check_sums_once
-from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead
-from dp_ray.engine.model import begin_to_train, has_own_modes, returning
+from dp_ray.engine.forward.model import begin_to_train, has_own_modes, returning
+from dp_ray.engine.forward.replica import DummyBatch, Replica, Round
+from dp_ray.engine.forward.state import StepState
+from dp_ray.engine.forward.step import Compare, Metrics, OnShard, Step, as_tensor, row_of
+from dp_ray.engine.forward.weights import make_room, synchronise
+from dp_ray.engine.loads.loading import LoadedShard, LoadedStep, OverlappedRead
 from dp_ray.engine.optimizer import Schedule, runs_users_code
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.reduce import NOTHING, Reduction, ShardLoss, Trained
-from dp_ray.engine.replica import DummyBatch, Replica, Round
 from dp_ray.engine.sharded.state import whole_tensors
-from dp_ray.engine.state import StepState
-from dp_ray.engine.step import Compare, Metrics, OnShard, Step, as_tensor, row_of
-from dp_ray.engine.tree_sum import make_gradients_dense, sparse_parameters
+from dp_ray.engine.sums.gradient_hooks import check_sums_once
+from dp_ray.engine.sums.reduce import NOTHING, Reduction, ShardLoss, Trained
+from dp_ray.engine.sums.tree_sum import make_gradients_dense, sparse_parameters
+from dp_ray.engine.sums.votes import Lagged, StepSums, Totals
+from dp_ray.engine.sums.whole_batch import BatchLoss, shard_loss
 from dp_ray.engine.update import Gradients, OptimizerStep, Updates
 from dp_ray.engine.user_code import ShardSize, batch_hint, location, raise_advised, raise_as, reraise_as
-from dp_ray.engine.votes import Lagged, StepSums, Totals
-from dp_ray.engine.weights import make_room, synchronise
-from dp_ray.engine.whole_batch import BatchLoss, shard_loss
 from dp_ray.engine.world import is_gpu
 from dp_ray.errors import JobError, ModelError
 from dp_ray.plan.history import of_further

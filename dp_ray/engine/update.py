@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.engine.buffers import copy_all
-from dp_ray.engine.gradient_hooks import ParameterHooks
+from dp_ray.engine.forward.buffers import copy_all
 from dp_ray.engine.host_copy import ON_GPU
 from dp_ray.engine.optimizer import (
     HALVES,
@@ -22,9 +21,10 @@ from dp_ray.engine.optimizer import (
     switches,
     total_norm,
 )
-from dp_ray.engine.reduce import REQUIRES_GRAD, numbers_of
 from dp_ray.engine.sharded.state import ShardedParts, StateOfParts, check_updates_parts, one_thread, updating_apart
-from dp_ray.engine.tree_sum import sparse_parameters
+from dp_ray.engine.sums.gradient_hooks import ParameterHooks
+from dp_ray.engine.sums.reduce import REQUIRES_GRAD, numbers_of
+from dp_ray.engine.sums.tree_sum import sparse_parameters
 from dp_ray.engine.user_code import raise_as, reraise_as, shards_hint
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job

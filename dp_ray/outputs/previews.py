@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.engine.items import split_passthrough
+from dp_ray.engine.loads.items import split_passthrough
 from dp_ray.errors import StorageError
 from dp_ray.plan.split import Shard
 from dp_ray.records import IGNORE, Record

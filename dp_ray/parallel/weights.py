@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dp_ray.engine.call_state import Written
+from dp_ray.engine.forward.call_state import Written
 from dp_ray.engine.ship import Apart, has_name, what_fails
 from dp_ray.errors import JobError, ModelError
 from dp_ray.serving.shipped import (

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dp_ray.engine.bad_samples import not_finite
-from dp_ray.engine.buffers import modules_in, on_copies
-from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.loading import LoadedShard, LoadedStep
+from dp_ray.engine.forward.buffers import modules_in, on_copies
+from dp_ray.engine.forward.model import autocast
+from dp_ray.engine.forward.state import EvalState
+from dp_ray.engine.forward.step import OnShard, StepOutput, weighted_sum
+from dp_ray.engine.loads.bad_samples import not_finite
+from dp_ray.engine.loads.loading import LoadedShard, LoadedStep
+from dp_ray.engine.loads.packing import rows_of_window
 from dp_ray.engine.loop_model import LoopModel, LoopPass, OfRows, name_of
-from dp_ray.engine.model import autocast
-from dp_ray.engine.packing import rows_of_window
 from dp_ray.engine.random import preserved
-from dp_ray.engine.state import EvalState
-from dp_ray.engine.step import OnShard, StepOutput, weighted_sum
+from dp_ray.engine.sums.gradient_hooks import InEachBackward
+from dp_ray.engine.sums.votes import StepSums, Totals
+from dp_ray.engine.sums.whole_batch import BatchLoss, MergedBatch
 from dp_ray.engine.trainer import Pass
 from dp_ray.engine.user_code import ShardSize, advised, location
-from dp_ray.engine.votes import StepSums, Totals
-from dp_ray.engine.whole_batch import BatchLoss, MergedBatch
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.samples import mixture_of

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.loader import StepTimes
-from dp_ray.engine.loading import LoadedStep, Source, load_steps
+from dp_ray.engine.forward.model import set_modes
+from dp_ray.engine.forward.step import build_step
+from dp_ray.engine.loads.loader import StepTimes
+from dp_ray.engine.loads.loading import LoadedStep, Source, load_steps
 from dp_ray.engine.loop_model import LoopModel
-from dp_ray.engine.model import set_modes
 from dp_ray.engine.placement import place_whole
-from dp_ray.engine.step import build_step
+from dp_ray.engine.sums.votes import Totals
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
-from dp_ray.engine.votes import Totals
 from dp_ray.errors import JobError
 from dp_ray.job.keys import NamedEval, measured_by
 from dp_ray.job.plan import due_of, split_of, with_schedule

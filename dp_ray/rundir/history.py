@@ -125,7 +125,7 @@ class History:
             self._add_rows(steps, read)
 
     def _add_rows(self, steps: Sequence[tuple[FinishedStep, float, float]], read: Sequence[Sequence[float]]) -> None:
-        from dp_ray.engine.votes import Totals
+        from dp_ray.engine.sums.votes import Totals
 
         rows: list[dict[str, Any]] = []
         for (finished, seconds, waited), (*sums, norm) in zip(steps, read, strict=True):

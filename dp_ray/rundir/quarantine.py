@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dp_ray.engine.bad_samples import BadSample
+from dp_ray.engine.loads.bad_samples import BadSample
 from dp_ray.errors import DataError
 from dp_ray.plan.mixture import Mixture
 from dp_ray.plan.split import Done, Shard, Split

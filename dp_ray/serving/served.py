@@ -1,7 +1,7 @@
 """A worker's side of parallel modules: it holds their copies, runs shards and keeps graphs. Begin at `Served.answer`.
 
 A worker takes part in a collective in two places: where the modules' new elements come from rank 0, and where all
-sum their gradients by the tree of `engine.tree_sum`.
+sum their gradients by the tree of `engine.sums.tree_sum`.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dp_ray.engine.call_state import CallState
-from dp_ray.engine.replica import Replica
-from dp_ray.engine.tree_sum import (
+from dp_ray.engine.forward.call_state import CallState
+from dp_ray.engine.forward.replica import Replica
+from dp_ray.engine.sums.tree_sum import (
     Gradients,
     TreeSums,
     coalesced,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from dp_ray.engine.call_state import Written
+from dp_ray.engine.forward.call_state import Written
 from dp_ray.engine.host_copy import HostCopy
 from dp_ray.engine.ship import IN_LINE_BYTES
 from dp_ray.engine.world import is_gpu

@@ -20,12 +20,12 @@ from typing import Any, TypeAlias
 import torch
 
 from dp_ray.engine.clock import Part
-from dp_ray.engine.loader import StepTimes
-from dp_ray.engine.loading import Source
-from dp_ray.engine.packing import packings
+from dp_ray.engine.forward.weights import advice_on, tensors_of
+from dp_ray.engine.loads.loader import StepTimes
+from dp_ray.engine.loads.loading import Source
+from dp_ray.engine.loads.packing import packings
+from dp_ray.engine.sums.votes import LossWatch
 from dp_ray.engine.trainer import TrainedModel
-from dp_ray.engine.votes import LossWatch
-from dp_ray.engine.weights import advice_on, tensors_of
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import keys
 from dp_ray.job.files import differences, same

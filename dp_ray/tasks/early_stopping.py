@@ -3,8 +3,8 @@
 import math
 
 from dp_ray.engine.host_copy import ON_GPU
+from dp_ray.engine.sums.votes import Totals
 from dp_ray.engine.trainer import Update
-from dp_ray.engine.votes import Totals
 from dp_ray.job.job import Job
 from dp_ray.messages import StoppedEarly
 from dp_ray.system.threads import waiting

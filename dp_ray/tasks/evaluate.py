@@ -4,9 +4,9 @@ from contextlib import closing
 from dataclasses import replace
 
 from dp_ray.engine.evaluation import Evaluated, Evaluation, build_metrics
-from dp_ray.engine.loading import Source, load_steps
-from dp_ray.engine.step import StepEnd, build_step
-from dp_ray.engine.weights import synchronise
+from dp_ray.engine.forward.step import StepEnd, build_step
+from dp_ray.engine.forward.weights import synchronise
+from dp_ray.engine.loads.loading import Source, load_steps
 from dp_ray.errors import JobError
 from dp_ray.job.keys import measured_by
 from dp_ray.job.plan import evaluations_of, split_of

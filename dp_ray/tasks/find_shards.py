@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dp_ray.engine.loading import Source, seeded_dataset
+from dp_ray.engine.loads.loading import Source, seeded_dataset
 from dp_ray.engine.user_code import ShardSize, advice
 from dp_ray.engine.world import gathered
 from dp_ray.errors import JobError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dp_ray.engine.loading import seeded_dataset
+from dp_ray.engine.loads.loading import seeded_dataset
 from dp_ray.engine.trainer import Update
 from dp_ray.job.keys import Target
 from dp_ray.rundir.history import HISTORY, FinishedStep, end_of_pieces

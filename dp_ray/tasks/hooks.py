@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from dp_ray.engine.forward.weights import tensors_of
+from dp_ray.engine.sums.votes import Totals
 from dp_ray.engine.trainer import TrainedModel, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import Totals
-from dp_ray.engine.weights import tensors_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, resolve

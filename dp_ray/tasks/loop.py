@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from dp_ray.engine.clock import clock_on
-from dp_ray.engine.loader import StepTimes
-from dp_ray.engine.step import StepEnd, StepOutput
+from dp_ray.engine.forward.step import StepEnd, StepOutput
+from dp_ray.engine.loads.loader import StepTimes
 from dp_ray.messages import Sizes, WorkerTimes
 from dp_ray.plan.split import Shard, Split
 from dp_ray.process.profiling import StepProfiler

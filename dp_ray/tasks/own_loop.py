@@ -22,15 +22,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dp_ray.engine.clock import StepClock
-from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.loading import LoadedStep
+from dp_ray.engine.forward.step import Metrics, Step
+from dp_ray.engine.loads.loading import LoadedStep
 from dp_ray.engine.loop_model import LoopModel, LoopPass, OfRows, name_of
 from dp_ray.engine.optimizer import Schedule
-from dp_ray.engine.step import Metrics, Step
+from dp_ray.engine.sums.gradient_hooks import InEachBackward
+from dp_ray.engine.sums.whole_batch import MergedBatch
 from dp_ray.engine.trainer import TrainingStep, Update
 from dp_ray.engine.update import LoopOptimizerStep, Updates
 from dp_ray.engine.user_code import raise_as
-from dp_ray.engine.whole_batch import MergedBatch
 from dp_ray.engine.world import gathered, has_peers
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.plan import checkpoints_of

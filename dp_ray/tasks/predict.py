@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from dp_ray.engine.clock import Part
-from dp_ray.engine.loading import LoadedShard, LoadedStep, Source, load_steps
+from dp_ray.engine.forward.step import PredictInputs, StepEnd
+from dp_ray.engine.loads.loading import LoadedShard, LoadedStep, Source, load_steps
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
-from dp_ray.engine.step import PredictInputs, StepEnd
 from dp_ray.engine.user_code import ShardSize, advised, location
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError

@@ -19,15 +19,15 @@ import torch
 
 from dp_ray.engine.clock import Flops, counting_flops
 from dp_ray.engine.evaluation import Evaluated, EvaluatedShard, Evaluation
-from dp_ray.engine.items import split_passthrough
-from dp_ray.engine.loading import LoadedShard, LoadedStep
-from dp_ray.engine.model import autocast
+from dp_ray.engine.forward.model import autocast
+from dp_ray.engine.forward.replica import Replica
+from dp_ray.engine.forward.step import Metrics, OnShard, StepEnd, StepOutput
+from dp_ray.engine.loads.items import split_passthrough
+from dp_ray.engine.loads.loading import LoadedShard, LoadedStep
 from dp_ray.engine.prediction import Prediction
-from dp_ray.engine.replica import Replica
-from dp_ray.engine.step import Metrics, OnShard, StepEnd, StepOutput
+from dp_ray.engine.sums.whole_batch import LEAVE_OUT, OF_ROWS, output_at
 from dp_ray.engine.trainer import Pass, Trainer
 from dp_ray.engine.user_code import ShardSize, advised, locating, location
-from dp_ray.engine.whole_batch import LEAVE_OUT, OF_ROWS, output_at
 from dp_ray.engine.world import CPU, broadcast, gathered, has_peers, is_rank_0, own_rank
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from dp_ray.engine.bad_samples import Quarantine, Reference
-from dp_ray.engine.loader import remarks_on
-from dp_ray.engine.loading import find_reference, seeded_dataset
-from dp_ray.engine.model import has_own_modes, set_modes
+from dp_ray.engine.forward.model import has_own_modes, set_modes
+from dp_ray.engine.forward.weights import synchronise
+from dp_ray.engine.loads.bad_samples import Quarantine, Reference
+from dp_ray.engine.loads.loader import remarks_on
+from dp_ray.engine.loads.loading import find_reference, seeded_dataset
 from dp_ray.engine.placement import Placement, place
 from dp_ray.engine.random import has_drawn
-from dp_ray.engine.weights import synchronise
 from dp_ray.engine.world import World, broadcast, gathered, is_rank_0
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job

@@ -14,17 +14,17 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from dp_ray.engine.bad_samples import Quarantine
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_watched
-from dp_ray.engine.loading import LoadedStep, Source, load_steps
-from dp_ray.engine.model import has_own_modes
+from dp_ray.engine.forward.model import has_own_modes
+from dp_ray.engine.forward.step import Metrics, OnShard, Step, build_step
+from dp_ray.engine.forward.weights import check_all_tensors
+from dp_ray.engine.loads.bad_samples import Quarantine
+from dp_ray.engine.loads.loading import LoadedStep, Source, load_steps
 from dp_ray.engine.placement import Placement
-from dp_ray.engine.step import Metrics, OnShard, Step, build_step
+from dp_ray.engine.sums.votes import LossWatch, NotFinite
 from dp_ray.engine.trainer import TrainedModel, Trainer, TrainingStep, Update
 from dp_ray.engine.user_code import reraise_as
-from dp_ray.engine.votes import LossWatch, NotFinite
-from dp_ray.engine.weights import check_all_tensors
 from dp_ray.engine.world import broadcast, gathered
 from dp_ray.job.plan import split_of, with_schedule
 from dp_ray.job.samples import mixture_of

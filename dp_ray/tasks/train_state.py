@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from dp_ray.engine.host_copy import ON_GPU
+from dp_ray.engine.sums.votes import Totals
 from dp_ray.engine.trainer import Update
-from dp_ray.engine.votes import Totals
 from dp_ray.system.threads import waiting
 
 

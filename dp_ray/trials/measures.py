@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dp_ray.engine.buffers import modules_in, on_copies
+from dp_ray.engine.forward.buffers import modules_in, on_copies
+from dp_ray.engine.forward.step import Compare, weighted_sum
 from dp_ray.engine.random import preserved
-from dp_ray.engine.step import Compare, weighted_sum
 from dp_ray.engine.user_code import describe_compared
 from dp_ray.errors import ModelError
 from dp_ray.tensors.scatter import cut, gather, may_have_lists_of_rows, num_rows, rows_dim

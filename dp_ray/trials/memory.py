@@ -13,22 +13,22 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.buffers import modules_beside
 from dp_ray.engine.clock import StepClock
 from dp_ray.engine.evaluation import build_metrics
-from dp_ray.engine.loading import LoadedStep, Pick, Source, find_reference, load_steps
-from dp_ray.engine.model import autocast, begin_to_train, evaluating
+from dp_ray.engine.forward.buffers import modules_beside
+from dp_ray.engine.forward.model import autocast, begin_to_train, evaluating
+from dp_ray.engine.forward.replica import Forwards, Replica
+from dp_ray.engine.forward.state import EvalState, StepState
+from dp_ray.engine.forward.step import PredictInputs, build_step, run_step
+from dp_ray.engine.loads.bad_samples import Quarantine
+from dp_ray.engine.loads.loading import LoadedStep, Pick, Source, find_reference, load_steps
 from dp_ray.engine.placement import Placement, ShardedPlacement, place
 from dp_ray.engine.prediction import Prediction, predict
-from dp_ray.engine.reduce import Reduction, Trained
-from dp_ray.engine.replica import Forwards, Replica
-from dp_ray.engine.state import EvalState, StepState
-from dp_ray.engine.step import PredictInputs, build_step, run_step
-from dp_ray.engine.tree_sum import make_gradients_dense
+from dp_ray.engine.sums.reduce import Reduction, Trained
+from dp_ray.engine.sums.tree_sum import make_gradients_dense
+from dp_ray.engine.sums.whole_batch import shard_loss
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.user_code import free_memory, is_out_of_memory
-from dp_ray.engine.whole_batch import shard_loss
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job.job import Job

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dp_ray.engine.loading import LoadedShard
-from dp_ray.engine.replica import Replica
+from dp_ray.engine.forward.replica import Replica
+from dp_ray.engine.loads.loading import LoadedShard
+from dp_ray.engine.sums.whole_batch import constants_of, row_dim
 from dp_ray.engine.user_code import error_text
-from dp_ray.engine.whole_batch import constants_of, row_dim
 from dp_ray.engine.world import passes
 from dp_ray.errors import ModelError, cause_of
 from dp_ray.job.job import Job

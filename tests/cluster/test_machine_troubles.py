@@ -25,7 +25,7 @@ from dp_ray.cluster.decisions import (
     decide_restart,
 )
 from dp_ray.cluster.worker import _ending_of
-from dp_ray.engine.model import build_model
+from dp_ray.engine.forward.model import build_model
 from dp_ray.engine.user_code import raise_as
 from dp_ray.engine.world import Trouble, World, text_of, trouble_of
 from dp_ray.errors import JobError, ModelError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from dp_ray.engine.bad_samples import (
+from dp_ray.engine.loads.bad_samples import (
     Quarantine,
     Reference,
     Screen,
@@ -25,8 +25,8 @@ from dp_ray.engine.bad_samples import (
     item_form,
     not_finite,
 )
-from dp_ray.engine.items import SampleReader
-from dp_ray.engine.loader import Collate, Read
+from dp_ray.engine.loads.items import SampleReader
+from dp_ray.engine.loads.loader import Collate, Read
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job

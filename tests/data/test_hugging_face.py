@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 
 import dp_ray
-from dp_ray.engine.items import ItemKeys
+from dp_ray.engine.loads.items import ItemKeys
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from tests.support.group import run_group, weights_of

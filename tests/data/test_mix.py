@@ -18,7 +18,7 @@ import dp_ray
 from dp_ray.data import Csv, JsonLines, Mix, Parquet
 from dp_ray.driver.planning import plan_job
 from dp_ray.driver.replay import replay
-from dp_ray.engine.items import ItemKeys, SampleReader
+from dp_ray.engine.loads.items import ItemKeys, SampleReader
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.plan.costs import plan_table
 from dp_ray.plan.mixture import MixtureOrder

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from dp_ray.data import Parquet
 from dp_ray.data.blocks import Block, Cache
-from dp_ray.engine.loader import StepTimes
+from dp_ray.engine.loads.loader import StepTimes
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of

@@ -14,7 +14,14 @@ from torch.utils.data import default_collate
 
 import dp_ray
 from dp_ray.data import Arrow, JsonLines, Parquet
-from dp_ray.engine.items import ColumnSlice, ItemKeys, WholeColumns, passthrough_of, split_passthrough, whole_columns
+from dp_ray.engine.loads.items import (
+    ColumnSlice,
+    ItemKeys,
+    WholeColumns,
+    passthrough_of,
+    split_passthrough,
+    whole_columns,
+)
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from tests.support.tables import ROWS, json_lines, parquet

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import dp_ray
 from dp_ray.data import Csv
 from dp_ray.driver.planning import plan_job
-from dp_ray.engine.step import build_loss
+from dp_ray.engine.forward.step import build_loss
 from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target

@@ -17,8 +17,8 @@ from torch.utils.data import Subset
 import dp_ray
 from dp_ray.cli import main
 from dp_ray.cluster.workers import check_can_be_shipped
-from dp_ray.engine.model import build_model
-from dp_ray.engine.weights import synchronise
+from dp_ray.engine.forward.model import build_model
+from dp_ray.engine.forward.weights import synchronise
 from dp_ray.engine.world import alone
 from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job.job import Job

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine import host_copy, loading, random
+from dp_ray.engine import host_copy, random
 from dp_ray.engine.clock import DeviceClock
+from dp_ray.engine.forward.model import build_model
 from dp_ray.engine.host_copy import side_stream
-from dp_ray.engine.items import SampleReader
-from dp_ray.engine.loader import Collated, Samples, StepTimes, TimedLoader
-from dp_ray.engine.loading import LoadedShard
-from dp_ray.engine.model import build_model
+from dp_ray.engine.loads import loading
+from dp_ray.engine.loads.items import SampleReader
+from dp_ray.engine.loads.loader import Collated, Samples, StepTimes, TimedLoader
+from dp_ray.engine.loads.loading import LoadedShard
 from dp_ray.engine.trainer import Update
 from dp_ray.engine.user_code import free_memory, raise_as
 from dp_ray.engine.world import World, text_of

@@ -13,8 +13,8 @@ from torch import nn
 import dp_ray
 from dp_ray.cli.main import cli
 from dp_ray.engine.devices import blocks_of, devices_here, input_device, mixed_devices, spread
-from dp_ray.engine.model import build_model, plan_blocks
-from dp_ray.engine.step import beside
+from dp_ray.engine.forward.model import build_model, plan_blocks
+from dp_ray.engine.forward.step import beside
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 import dp_ray
 from dp_ray.data import Stream
 from dp_ray.driver.replay import replay
-from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.loading import find_reference
+from dp_ray.engine.loads.bad_samples import Quarantine
+from dp_ray.engine.loads.loading import find_reference
 from dp_ray.errors import DataError
 from dp_ray.job.plan import split_of
 from dp_ray.plan.order import Order

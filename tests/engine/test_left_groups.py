@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dp_ray.engine import reduce, tree_sum
+from dp_ray.engine.sums import reduce, tree_sum
 from dp_ray.engine.world import without_frames
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import dp_ray
 from dp_ray.driver.finish import share_of_wait
-from dp_ray.engine.items import SampleReader
-from dp_ray.engine.loader import Collate, Samples, StepTimes, TimedLoader, started_loader
+from dp_ray.engine.loads.items import SampleReader
+from dp_ray.engine.loads.loader import Collate, Samples, StepTimes, TimedLoader, started_loader
 from dp_ray.job.samples import ReadRequest
 from tests.support.training import Pairs, mlp
 

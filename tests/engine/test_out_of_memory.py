@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.engine import loading
-from dp_ray.engine.model import build_model
+from dp_ray.engine.forward.model import build_model
+from dp_ray.engine.loads import loading
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
 from dp_ray.messages import Failed, error_of

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 import dp_ray
 from dp_ray.data import Stream
-from dp_ray.engine.model import as_module
+from dp_ray.engine.forward.model import as_module
 from dp_ray.engine.world import alone, everyone, has_peers, new_group, pretended
 from dp_ray.errors import ModelError
 from dp_ray.messages import Note

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.engine import loading
 from dp_ray.engine.clock import DevicePlace, Part, StepClock, TimedStep, clock_on
-from dp_ray.engine.loading import LoadedShard, on_device
+from dp_ray.engine.forward.state import EARLY
+from dp_ray.engine.loads import loading
+from dp_ray.engine.loads.loading import LoadedShard, on_device
 from dp_ray.engine.placement import Placement
-from dp_ray.engine.state import EARLY
+from dp_ray.engine.sums.votes import LAG, Lagged, LossWatch, NotFinite
 from dp_ray.engine.trainer import Trainer
 from dp_ray.engine.user_code import free_memory
-from dp_ray.engine.votes import LAG, Lagged, LossWatch, NotFinite
 from dp_ray.engine.world import (
     TIMEOUT,
     World,
@@ -132,7 +132,11 @@ def test_ddp_says_nothing_of_strides_that_reach_no_element(
 ) -> None:
     """The model makes DDP's warning an error."""
     job = job_on(
-        device, {"target": "tests.engine.test_gradient_strides:Depthwise"}, dataset=IMAGES, bitwise=bitwise, shards=3
+        device,
+        {"target": "tests.engine.sums.test_gradient_strides:Depthwise"},
+        dataset=IMAGES,
+        bitwise=bitwise,
+        shards=3,
     )
     run_here(job, tmp_path / "plain")
     monkeypatch.setattr(Placement, "reduction", ddp_reduction_of)

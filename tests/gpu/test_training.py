@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.nets import Gpt, Texts
-from dp_ray.engine.votes import LAG
+from dp_ray.engine.sums.votes import LAG
 from dp_ray.messages import StepControl
 from dp_ray.plan.order import Order
 from tests.gpu.conftest import ON

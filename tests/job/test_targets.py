@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from dp_ray.engine.loader import Watch, started_loader
+from dp_ray.engine.loads.loader import Watch, started_loader
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target

@@ -9,7 +9,7 @@ import torch
 
 import dp_ray
 from dp_ray.cluster.worker import _ending_of
-from dp_ray.engine.votes import LossWatch, NotFinite
+from dp_ray.engine.sums.votes import LossWatch, NotFinite
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import Ending

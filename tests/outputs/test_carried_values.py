@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.engine.bad_samples import BadSample
+from dp_ray.engine.loads.bad_samples import BadSample
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from dp_ray.outputs import parts

@@ -10,7 +10,7 @@ from ray.cloudpickle import CloudPickler
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from dp_ray.engine.call_state import Written
+from dp_ray.engine.forward.call_state import Written
 from dp_ray.errors import ModelError
 from dp_ray.parallel.weights import ModuleWatch, Version
 from dp_ray.serving.shipped import made

@@ -54,7 +54,7 @@ def test_without_best_there_is_no_such_file(tmp_path: Path) -> None:
 
 
 def test_a_training_that_broke_off_at_its_end_has_the_best_too(tmp_path: Path, result: dp_ray.Result) -> None:
-    data = {"target": "tests.engine.test_init_from:FragilePairs", "args": {"folder": str(tmp_path)}}
+    data = {"target": "tests.engine.forward.test_init_from:FragilePairs", "args": {"folder": str(tmp_path)}}
     (tmp_path / "broken").touch()
     with pytest.raises(DataError, match="sector 50"):
         trained(tmp_path, dataset=data, quiet=True, drop_last=False)

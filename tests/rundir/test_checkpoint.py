@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from dp_ray.engine.weights import load_weights
+from dp_ray.engine.forward.weights import load_weights
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.rundir import checkpoint as state_module
 from dp_ray.rundir.checkpoint import (

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import dp_ray
-from dp_ray.engine.bad_samples import Reference
 from dp_ray.engine.clock import PARTS
+from dp_ray.engine.loads.bad_samples import Reference
 from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.messages import Sizes, TimedSteps

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.calls import Call, Calls
-from dp_ray.engine import loader
+from dp_ray.engine.loads import loader
 from dp_ray.engine.world import World
 from dp_ray.messages import StepControl
 from dp_ray.rundir.ledger import PARTS

@@ -29,33 +29,37 @@ class Mutant(NamedTuple):
 RACE = "waits for no event behind that"
 REUSE = "may be handed out again"
 MUTANTS = {
-    "the loader's copy is not noted": Mutant("engine.loading", "_copied_ahead", "record", "ddp", 1, RACE),
-    "a batch waits for no copy": Mutant("engine.loading", "_wait_for", "wait", "ddp", 1, RACE),
-    "a batch may be freed": Mutant("engine.loading", "_wait_for", "record_stream", "ddp", 1, REUSE),
+    "the loader's copy is not noted": Mutant("engine.loads.loading", "_copied_ahead", "record", "ddp", 1, RACE),
+    "a batch waits for no copy": Mutant("engine.loads.loading", "_wait_for", "wait", "ddp", 1, RACE),
+    "a batch may be freed": Mutant("engine.loads.loading", "_wait_for", "record_stream", "ddp", 1, REUSE),
     "a number's copy is not noted": Mutant("engine.host_copy", "__init__", "record", "long", 1, "ended"),
     "a number is read too early": Mutant("engine.host_copy", "wait", "synchronize", "long", 1, "ended"),
     "outputs are copied too early": Mutant("engine.host_copy", "__init__", "wait_event", "predict", 1, RACE),
     "outputs may be freed": Mutant("engine.host_copy", "__init__", "record_stream", "predict", 1, REUSE),
     "a checkpoint waits for no copy": Mutant("rundir.checkpoint", "_stage", "synchronize", "kept", 1, "garbage"),
-    "gradients are not noted": Mutant("engine.tree_sum", "begin", "record_event", "paused", 3, RACE),
-    "an exchange waits for no gradient": Mutant("engine.tree_sum", "_complete", "wait_event", "paused", 3, RACE),
-    "an exchange's sums may be freed": Mutant("engine.tree_sum", "_complete", "record_stream", "paused", 3, REUSE),
+    "gradients are not noted": Mutant("engine.sums.tree_sum", "begin", "record_event", "paused", 3, RACE),
+    "an exchange waits for no gradient": Mutant("engine.sums.tree_sum", "_complete", "wait_event", "paused", 3, RACE),
+    "an exchange's sums may be freed": Mutant(
+        "engine.sums.tree_sum", "_complete", "record_stream", "paused", 3, REUSE
+    ),
     "gradients begin anywhere": Mutant("engine.trainer", "__init__", "must_align", "odd", 3, "bits"),
     "one worker's gradients begin anywhere": Mutant(
         "engine.trainer", "__init__", "must_align", "odd views", 1, "bits"
     ),
     "buffers begin anywhere": Mutant("engine.trainer", "_new_state", "must_align", "odd buffer", 1, "ended"),
     "outputs' gradients begin anywhere": Mutant(
-        "engine.whole_batch", "__init__", "must_align", "odd over batch", 1, "ended"
+        "engine.sums.whole_batch", "__init__", "must_align", "odd over batch", 1, "ended"
     ),
-    "inputs begin anywhere": Mutant("engine.loading", "load_steps", "must_align", "odd rows", 1, "ended"),
+    "inputs begin anywhere": Mutant("engine.loads.loading", "load_steps", "must_align", "odd rows", 1, "ended"),
     "outputs are read from the first GPU": Mutant(
         "outputs.parts", "__post_init__", "is_gpu", "predict", 3, "context"
     ),
     "a checkpoint is pinned for the first GPU": Mutant(
         "rundir.checkpoint", "_pin", "device", "fsdp kept", 3, "context"
     ),
-    "an exchange ends on the first GPU": Mutant("engine.tree_sum", "_complete", "device", "paused", 3, "context"),
+    "an exchange ends on the first GPU": Mutant(
+        "engine.sums.tree_sum", "_complete", "device", "paused", 3, "context"
+    ),
 }
 METHODS = "wait_event", "wait_stream", "record_event", "record", "synchronize", "record_stream"
 FUNCTIONS = "must_align", "torch.cuda.device", "torch.Event.wait"

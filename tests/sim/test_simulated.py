@@ -18,7 +18,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.engine.clock import DevicePlace, Part
-from dp_ray.engine.state import EARLY
+from dp_ray.engine.forward.state import EARLY
 from dp_ray.engine.world import World
 from dp_ray.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import Watchdog

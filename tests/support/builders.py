@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.engine.bad_samples import Quarantine
-from dp_ray.engine.loader import StepTimes
-from dp_ray.engine.loading import LoadedShard, LoadedStep, OverlappedRead, Source, load_steps
-from dp_ray.engine.model import build_model
+from dp_ray.engine.forward.model import build_model
+from dp_ray.engine.forward.step import Metrics, StepEnd, build_step
+from dp_ray.engine.loads.bad_samples import Quarantine
+from dp_ray.engine.loads.loader import StepTimes
+from dp_ray.engine.loads.loading import LoadedShard, LoadedStep, OverlappedRead, Source, load_steps
 from dp_ray.engine.optimizer import Schedule
 from dp_ray.engine.placement import Placement
 from dp_ray.engine.prediction import PredictedShard, Prediction, predict
-from dp_ray.engine.reduce import DdpReduction, Trained
-from dp_ray.engine.step import Metrics, StepEnd, build_step
+from dp_ray.engine.sums.reduce import DdpReduction, Trained
 from dp_ray.engine.trainer import Trainer, TrainingStep, Update
 from dp_ray.engine.update import OptimizerStep, declared_step
 from dp_ray.engine.world import World
@@ -45,14 +45,14 @@ from dp_ray.trackers.tensorboard import TensorBoardWriter
 CPU = torch.device("cpu")
 PREDICTION: dict[str, Any] = {"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}
 CONSTRUCTORS = {
-    "dp_ray.engine.loading.OverlappedRead",
-    "dp_ray.engine.loading.load_steps",
-    "dp_ray.engine.loader.make_loader",
+    "dp_ray.engine.loads.loading.OverlappedRead",
+    "dp_ray.engine.loads.loading.load_steps",
+    "dp_ray.engine.loads.loader.make_loader",
     "dp_ray.engine.prediction.Prediction",
     "dp_ray.engine.prediction.predict",
-    "dp_ray.engine.reduce.DdpReduction",
-    "dp_ray.engine.reduce.Reduction",
-    "dp_ray.engine.tree_sum.ShardSums",
+    "dp_ray.engine.sums.reduce.DdpReduction",
+    "dp_ray.engine.sums.reduce.Reduction",
+    "dp_ray.engine.sums.tree_sum.ShardSums",
     "dp_ray.engine.sharded.reduce.ShardedReduction",
     "dp_ray.engine.sharded.reduce.TreeShardedReduction",
     "dp_ray.engine.placement.Placement",

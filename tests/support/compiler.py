@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dp_ray.engine import reduce
+from dp_ray.engine.sums import reduce
 from dp_ray.engine.world import begin_sum, own_rank
 
 COMPILER = "torch._inductor.config"

@@ -160,7 +160,9 @@ def _received(pipe: Connection) -> tuple[str, Any]:
 def _serve(pipe: Connection) -> None:
     """Be a worker of one group after the other."""
     torch.set_num_threads(1)
-    FORKED.set_forkserver_preload(["dp_ray.data", "dp_ray.engine.loading"])  # of a server that a later job starts
+    FORKED.set_forkserver_preload(
+        ["dp_ray.data", "dp_ray.engine.loads.loading"]
+    )  # of a server that a later job starts
     is_first = True
     while True:
         try:

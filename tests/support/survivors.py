@@ -25,10 +25,11 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.cluster.membership import Leave, Member, Membership
-from dp_ray.engine import reduce, trainer
+from dp_ray.engine import trainer
 from dp_ray.engine import world as engine_world
 from dp_ray.engine.sharded import state as sharded
 from dp_ray.engine.ship import pickled_copy
+from dp_ray.engine.sums import reduce
 from dp_ray.engine.user_code import free_memory
 from dp_ray.engine.world import World, cut_groups, form_group, leave_group, without_frames
 from dp_ray.errors import StorageError, WorkerError

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dp_ray.engine import trainer
-from dp_ray.engine.loading import seeded_dataset
+from dp_ray.engine.loads.loading import seeded_dataset
 from dp_ray.engine.placement import place
 from dp_ray.engine.world import World
 from dp_ray.errors import WorkerError

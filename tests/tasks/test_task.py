@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dp_ray.engine.loader import StepTimes, TimedLoader
+from dp_ray.engine.loads.loader import StepTimes, TimedLoader
 from dp_ray.engine.world import World, alone
 from dp_ray.errors import DataError, Error, ModelError
 from dp_ray.job.job import Job

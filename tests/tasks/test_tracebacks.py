@@ -16,7 +16,7 @@ import dp_ray
 from dp_ray import messages
 from dp_ray.cluster import group, worker
 from dp_ray.cluster.channel import WorkerConfig
-from dp_ray.engine.step import build_step
+from dp_ray.engine.forward.step import build_step
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError, WorkerError, frames_of
 from dp_ray.job.job import Job

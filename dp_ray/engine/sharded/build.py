@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 
-from dp_ray.engine.model import build_model
-from dp_ray.engine.recompute import choose_blocks, recompute_blocks
+from dp_ray.engine.forward.model import build_model
+from dp_ray.engine.forward.recompute import choose_blocks, recompute_blocks
+from dp_ray.engine.forward.weights import check_has_shape
 from dp_ray.engine.sharded.state import FsdpRound, Gather, Sharded, SumScatter, TreeScatter
-from dp_ray.engine.tree_sum import make_gradients_dense
-from dp_ray.engine.weights import check_has_shape
+from dp_ray.engine.sums.tree_sum import make_gradients_dense
 from dp_ray.engine.world import CPU, World, everyone, gathered, is_gpu, new_group
 from dp_ray.errors import JobError
 from dp_ray.job.job import Job

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine.gradient_hooks import InEachBackward
-from dp_ray.engine.items import PassthroughBatch
-from dp_ray.engine.loading import LoadedStep
-from dp_ray.engine.reduce import GRADIENTS, REQUIRES_GRAD, Reduction, Trained
-from dp_ray.engine.replica import DummyBatch, Forwards
+from dp_ray.engine.forward.replica import DummyBatch, Forwards
+from dp_ray.engine.loads.items import PassthroughBatch
+from dp_ray.engine.loads.loading import LoadedStep
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.tree_sum import as_real, tensor_sum
+from dp_ray.engine.sums.gradient_hooks import InEachBackward
+from dp_ray.engine.sums.reduce import GRADIENTS, REQUIRES_GRAD, Reduction, Trained
+from dp_ray.engine.sums.tree_sum import as_real, tensor_sum
 from dp_ray.engine.world import CPU, World, everyone, gathered
 from dp_ray.errors import ModelError
 from dp_ray.plan.split import Work, worker_shards

@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
 from dp_ray.engine.optimizer import load_optimizer, norms_of, parameters_of, total_norm
-from dp_ray.engine.tree_sum import TreeSums, exchanged
+from dp_ray.engine.sums.tree_sum import TreeSums, exchanged
 from dp_ray.engine.world import World, all_gather, everyone
 from dp_ray.errors import JobError, ModelError
 from dp_ray.plan.tree import Node
