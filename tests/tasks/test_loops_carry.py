@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray.driver.verify import Options, verify
+from dp_ray.driver.run import Options
+from dp_ray.driver.verify import verify
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import StoppedEarly
