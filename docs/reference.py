@@ -175,6 +175,8 @@ def _values(key: dict[str, Any]) -> Iterator[str]:
             yield "a mapping"
         case {"type": "boolean"}:
             yield "`true`, `false`"
+        case {"type": "number"} if not key.keys() & {"minimum", "exclusiveMinimum"}:
+            yield "a number"
         case {"type": "integer" | "number" as kind}:
             what = "a whole number" if kind == "integer" else "a number"
             least = 1 if kind == "integer" and "exclusiveMinimum" in key else key.get("minimum", 0)

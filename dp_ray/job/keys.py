@@ -571,12 +571,12 @@ class EarlyStopping(Strict):
     metric: str
     """A metric that `eval` measures, like `eval_loss`; or `epoch_loss`, the epoch's mean, which `loss` names too."""
     every: Literal["step"] | None = None
-    """step: of the metric `loss`, that of each step in place of the epoch's mean. A GPU's is waited for."""
+    """step: where the metric is `loss`, that of each step, not the epoch's mean. A GPU's is waited for."""
     below: FiniteFloat | None = None
     """Stop once the metric is below this."""
     patience: PositiveInt | None = None
-    """How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs; of the loss of steps,
-    how many of them. Needed without `below`."""
+    """How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs. With `every`, how
+    many steps. Needed without `below`."""
     min_delta: NonNegativeFloat = 0.0
     """By how much at least a value must be better than the best one to be an improvement."""
     mode: Literal["min", "max"] = "min"

@@ -54,7 +54,7 @@ def job_of(loop: str, **keys: Any) -> Job:
     }
     given |= {"shuffle": False, "bitwise": True, **KEYS[loop], **keys}
     for key in ("loop", "model", "dataset"):
-        if isinstance(given[key], str) and ":" not in given[key]:
+        if isinstance(given[key], str) and ":" not in str(given[key]):
             given[key] = f"tests.support.loops_of_users:{given[key]}"
     return Job.make(given, "job")
 
