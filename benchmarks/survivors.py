@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
 import dp_ray
 from benchmarks import undisturbed
-from benchmarks.cluster import scratch
+from benchmarks.cluster import NUM_CPUS, local_ray, scratch
 from benchmarks.compare import Goal, at_most, compared
 from benchmarks.faults import EARLIER, MARKED, Kill, come_to, command, job_file, kill_one, seconds_lost, seen
 from benchmarks.start import ROOT, unpack
@@ -32,6 +36,7 @@ STEPS = 200  # so many that another worker comes meanwhile
 AROUND = 3.0  # seconds before another worker's first step in which it has joined
 LIMIT = 400.0  # seconds of each training
 RESTART: dict[str, Any] = {"on_lost_worker": "restart", "max_steps": 2 * MARKED}
+ALL_START_AGAIN = "bcfaca6b"  # the last commit where all did for further workers
 KILLED = "faults: a worker killed, 3 workers, the others go on: to a finished step"
 
 
@@ -113,12 +118,51 @@ def _node() -> Iterator[Row]:
     yield compared(what, [(mine, theirs)], time_text, "Ray Train", at_most(0.1))
 
 
+def _grows() -> Iterator[Row]:
+    """An elastic job of one worker as room for another one comes, against the commit where all started again."""
+    with _folder() as folder, local_ray():
+        if not unpack(ALL_START_AGAIN, folder / "earlier"):
+            return
+        pairs = [(_grown(folder, ROOT), _grown(folder, folder / "earlier")) for _ in range(REPEATS)]
+    what, against = "faults: room for another worker, 1 to 2", f"at {ALL_START_AGAIN}"
+    for at, (figure, limit) in enumerate([("to the first step of both", 1.0), ("the longest step", 0.3)]):
+        found = [(ours[at], theirs[at]) for ours, theirs in pairs]
+        yield compared(f"{what}: {figure}", found, time_text, against, at_most(limit))
+
+
+def _grown(folder: Path, code: Path) -> tuple[float, float]:
+    """The seconds from when there is room to the first step of the worker that comes, and of the longest step."""
+    marks = folder / f"marks-{time.time_ns()}"
+    marks.touch()
+    address, others = ray.get_runtime_context().gcs_address, placement_group([{"CPU": NUM_CPUS - 1}])
+    ray.get(others.ready())
+    freed: list[float] = []
+
+    def watch() -> None:
+        come_to(lambda: len(seen(marks)) >= 3 * MARKED)  # by then a job may grow: it has run for long enough
+        freed.append(time.time())
+        remove_placement_group(others)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    line = [sys.executable, "-m", "dp_ray", "run", str(job_file(marks, 0, max_steps=4 * STEPS)), "--quiet"]
+    line += ["--workers", "1:2", "--storage", str(folder / "runs"), "--address", address]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(code), str(folder)])}
+    subprocess.run(line, cwd=code, env=environment, check=True, timeout=LIMIT)
+    watching.join(1)
+    all_marks = seen(marks)
+    first = next(at for at, pid in all_marks if pid != all_marks[0][1])
+    ends = sorted(at for at, _ in all_marks if freed[0] - AROUND < at < first + AROUND)
+    return first - freed[0], max(end - began for began, end in pairwise(ends))
+
+
 ROWS: dict[str, Callable[[], Iterator[Row]]] = {
     "killed": _killed,
     "loaders": _loaders,
     "earlier": _earlier,
     "ray_train": _beside_ray_train,
     "node": _node,
+    "grows": _grows,
     "undisturbed": undisturbed.measure,
 }
 

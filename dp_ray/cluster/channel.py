@@ -135,7 +135,7 @@ class Channel:
         self._phase: list[bytes] = []  # the last message on how far the workers' start is, until one has started
         self._is_closed = False
         self._group = ""  # of the workers that asked last for a job
-        self._num_workers = 1  # of these
+        self._slots = {0}  # of these, and of further ones that came to them
         self._lost: set[int] = set()  # the slots of those that are lost, until others are there in their places
         self._given: dict[int, float] = {}  # when a job was given to the slots that have not said that they have it
         self._lost_group = ""  # of the workers whose job was given up
@@ -147,7 +147,7 @@ class Channel:
 
     def _begin_views(self) -> None:
         self._membership: Membership | None = None  # of the job's workers
-        self._started = 0  # how many workers the job takes
+        self._started: set[int] = set()  # the slots of the workers that the job takes as it begins
         self._lost_early = 0  # how often workers were lost before the first view
         self._groups: list[str] = []  # of workers that have had views; the last one's are those of the membership
         self._heard: dict[str, float] = {}  # when each of them has last given a sign, by its name
@@ -239,10 +239,14 @@ class Channel:
 
         An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers. `group` is
         the id of the `num_workers` that were started together: those of a job that was given up get no other. The
-        worker itself is the one in `slot`, as Ray Train numbers them.
+        worker itself is the one in `slot`, as Ray Train numbers them. A further one, which was not started together
+        with the others, gets no job that goes on with those that it has.
         """
         if group and group != self._group:
-            self._group, self._num_workers, self._lost, self._given = group, num_workers, set(), {}
+            self._group, self._slots, self._lost, self._given = group, set(range(num_workers)), set(), {}
+        if group and slot not in self._slots and not self._terms.may_shrink:
+            after = self._terms.number
+        self._slots.add(slot)
         self._lost.discard(slot)
         self._phase = []  # this worker has started
         async with self._changed:
@@ -391,13 +395,15 @@ class Channel:
         earlier = self._groups
         if group not in earlier:
             self._begin_views()
-            self._groups, self._started = [*earlier, group], expected
+            came = {slot for slot in self._slots if slot < self._terms.workers}
+            self._groups, self._started = [*earlier, group], {*range(expected), *came}
+            expected = len(self._started)
             self._membership = Membership(expected, 1 if self._terms.may_shrink else expected)
         return self._membership if group == self._groups[-1] else None
 
     def _expected(self) -> int:
         """Return for how many workers the first view waits: those that live, at least one."""
-        return max(1, len(set(range(self._started)) - self._lost)) if self._terms.may_shrink else self._started
+        return max(1, len(self._started - self._lost)) if self._terms.may_shrink else len(self._started)
 
     def _settle(self, membership: Membership) -> None:
         """Make the next view, if it can be; before any message of it, the driver is told who has left."""
@@ -432,7 +438,7 @@ class Channel:
     def _standing_still(self, seconds: float) -> set[int]:
         """Return the slots of workers that were idle, and have not said for so long that they have the job."""
         late = time.monotonic() - seconds
-        return {slot for slot, given in self._given.items() if given <= late and slot < self._started}
+        return {slot for slot, given in self._given.items() if given <= late and slot in self._started}
 
     def _exclude_silent(self, membership: Membership, names: list[str]) -> None:
         late, rejoin = time.monotonic() - self._terms.rejoin, self._terms.rejoin
@@ -451,7 +457,7 @@ class Channel:
         if outlives is None and (not self._keeps_idle or await self.ranks(number, slots)):
             return None
         if membership is None or not membership.view.number:
-            lives = len(self._lost.union(slots)) < self._num_workers
+            lives = self._slots.difference(self._lost, slots)
             return Loss((), self._lost_early + 1 if number else 0) if lives else None
         loss = membership.loss_of(slots)
         may_have_left = loss is not None and bool(loss.ranks) and not self._rejoins.get(membership.view.number, True)

@@ -18,8 +18,8 @@ from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.text import counted
 
 T = TypeVar("T")
-SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
-GROW_AFTER_SECONDS = 10.0  # of running, before workers stop to grow: a restart costs time
+SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start
+GROW_AFTER_SECONDS = 10.0  # of running, before more workers are started: that costs time
 REPLACE_SECONDS = 60.0  # of room for lost workers, before all are started again for it: it comes without that, mostly
 
 
@@ -85,7 +85,8 @@ class Running:
     `draining` are the addresses of our workers' nodes that are about to be taken away. `capacity` is the number of
     workers that fit, including those that run; None if it was not counted (see `is_worth_a_look`). `num_lost` of
     those that were started are lost, and the others go on. `num_staying` can go on without those on draining nodes.
-    With `starts_fail`, workers in the places of lost ones were lost as they started, again and again.
+    With `takes_more`, further workers join those that run; else all start again for them. With `starts_fail`, workers
+    in the places of lost ones, or further ones, were lost as they started, again and again.
     """
 
     wanted: WorkerDemand
@@ -96,6 +97,7 @@ class Running:
     capacity: int | None = None
     num_lost: int = 0
     num_staying: int = 0
+    takes_more: bool = False
     starts_fail: bool = False
 
 
@@ -108,14 +110,15 @@ class Resize(Enum):
     GO_ON = auto()
     ASK = auto()
     LEAVE = auto()  # those on draining nodes, and the others go on
+    GROW = auto()  # further ones start, and the others go on
 
 
 @dataclass(frozen=True)
 class ScalingDecision:
     """A decision on the number of workers.
 
-    `num_workers` is the number to start, `request` what to ask of the workers, `text` a line for the user,
-    `last_count` the count to remember.
+    `num_workers` is the number to start; to grow, that of all with the lost ones. `request` is what to ask of the
+    workers, `text` a line for the user, `last_count` the count to remember.
     """
 
     do: Resize
@@ -180,7 +183,7 @@ def _may_grow(running: Running, now: float) -> bool:
 
 
 def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
-    """Ask the workers to save, leave or stop if their nodes drain, or to stop if there is room for more."""
+    """Ask the workers to save, leave or stop if their nodes drain; start more, or have all stop, if there is room."""
     if running.draining:
         text = f"Ray drains {', '.join(running.draining)}"
         if running.num_staying:
@@ -198,6 +201,10 @@ def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
     if settles or not running.wanted.can_stop:
         return ScalingDecision(Resize.GO_ON)
     text = f"there is room for {counted(capacity, 'worker')}"
+    num_started = running.num_workers + running.num_lost
+    num_slots = min(running.wanted.max_workers, capacity + running.num_lost)
+    if running.takes_more and num_slots > num_started:  # else there is room, but not in the places of lost ones
+        return ScalingDecision(Resize.GROW, num_slots, text=text, last_count=LastCount(0, now))
     return ScalingDecision(Resize.ASK, request=Request(Ask.RESTART, text))
 
 

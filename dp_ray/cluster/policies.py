@@ -36,7 +36,7 @@ from dp_ray.cluster.decisions import (
 from dp_ray.cluster.internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.errors import ClusterLost
 from dp_ray.messages import GaveUp, Note, Waits, beat_interval
-from dp_ray.text import listed
+from dp_ray.text import counted, listed
 
 ANSWER_SECONDS = 2.0  # a node that does not take a connection in this time counts as lost
 LOOK_SECONDS = 1.0  # between two checks of the cluster
@@ -113,20 +113,21 @@ class ElasticScalingPolicy:
         """Note that a start failed, so that no workers hold capacity."""
         self._may_hold = False  # no earlier workers are left
 
-    def while_running(self, node_ids: Sequence[str], started: float, num_lost: int = 0) -> None:
+    def while_running(self, node_ids: Sequence[str], started: float, num_lost: int = 0) -> int | None:
         """Check the cluster once a second, and ask the workers to save, leave or stop if that is decided.
 
         The workers run on the nodes with these ids, one entry for each, since `started` on time.monotonic's clock;
-        `num_lost` others were started with them.
+        `num_lost` others are lost. If further ones are to join them now, returns the number of all, with the lost
+        ones; they are to start on `usable_nodes`.
         """
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
-            return
+            return None
         self._looked = now
         self._held = Counter(node_ids)
         request, job = ray.get(self._channel.state.remote())
         if request.ask in (Ask.RESTART, Ask.STOP):
-            return
+            return None
         self._look_at(job)
         lose_cut_off(self._channel, job, len(node_ids) + num_lost)
         draining = draining_nodes() & self._held.keys()
@@ -136,7 +137,10 @@ class ElasticScalingPolicy:
         running = Running(wanted, len(node_ids), started, self._last_count, addresses, num_lost=num_lost)
         if job.may_shrink:
             num_staying = sum(node_id not in draining for node_id in node_ids)
-            running = replace(running, num_staying=num_staying, starts_fail=job.starts_fail)
+            running = replace(running, num_staying=num_staying)
+        if job.may_shrink or (not job.number and not self._wanted.each.get("GPU", 0)):
+            is_strict = self._wanted.placement.startswith("STRICT")  # which holds within one placement group alone
+            running = replace(running, takes_more=not is_strict, starts_fail=job.starts_fail)
         if is_worth_a_look(running, now):
             running = replace(running, capacity=self._capacity(self._nodes(must_answer=False)))
         decision = decide_scaling(running, now)
@@ -145,6 +149,12 @@ class ElasticScalingPolicy:
             ray.get(self._channel.request.remote(decision.request))
         if decision.do is Resize.LEAVE:
             ray.get(self._channel.drain.remote(job.number, tuple(draining), decision.text))
+        if decision.do is Resize.GROW:
+            nodes = self._nodes(must_answer=True)
+            self.usable_nodes = [node["NodeID"] for node in nodes]
+            num_workers = min(decision.num_workers, self._capacity(nodes) + num_lost)
+            return num_workers if num_workers > len(node_ids) + num_lost else None
+        return None
 
     def _look_at(self, job: Terms) -> None:
         self._avoided = job.avoided
@@ -289,23 +299,30 @@ class RestartPolicy:
         """Have lost workers replaced alone, and tell the driver."""
         failure, loss = snapshot.failure, snapshot.loss
         if isinstance(failure, StartFailed):
-            self._count_failed_start(failure.cause)
+            self.count_failed_start(failure.cause)
             return
         self._awaited |= failure.died.keys() | failure.ended.keys()
         go_on_without(self.channel, snapshot.job, failure)
         if loss is not None and (loss.ranks or loss.has_excluded):
             self._failed_starts = 0
         elif self._replaced & (failure.died.keys() | failure.ended.keys()):
-            self._count_failed_start(what_failed(failure))
+            self.count_failed_start(what_failed(failure))
         elif failure.died:  # the next job is told too, if it begins before another worker is there
             told = f"a worker that took no part is lost, and another one starts in its place: {what_failed(failure)}"
             ray.get(self.channel.put_phase.remote(encoded(Note(told))))
 
-    def _count_failed_start(self, why: str) -> None:
+    def has_grown(self, ranks: Collection[int], num_workers: int) -> None:
+        """Note that further workers, with these of Ray Train's ranks, are there; then there are so many."""
+        self._replaced.update(ranks)
+        joins = "1 more joins" if len(ranks) == 1 else f"{len(ranks)} more join"
+        send(self.channel, Note(f"there is room for {counted(num_workers, 'worker')}: {joins}"))
+
+    def count_failed_start(self, why: str) -> None:
+        """Note that a worker was lost as it started; after some in a row, no more are started."""
         self._failed_starts += 1
         if self._failed_starts == REPLACING_STARTS:
             times = f"{REPLACING_STARTS} were lost as they started: {why}"
-            send(self.channel, Note(f"no other worker is started in the place of a lost one: {times}"))
+            send(self.channel, Note(f"no other worker is started: {times}"))
             ray.get(self.channel.learn.remote(self._job.number, starts_fail=True))
 
     def with_room(self, places: Mapping[int, str]) -> set[int]:

@@ -192,3 +192,26 @@ def test_what_workers_compute_on_is_told_to_the_next_ones_of_their_job_alone() -
         assert (await channel.state())[1] == Terms(2, 2)
 
     played(play())
+
+
+def test_a_further_worker_gets_no_job_that_takes_no_more_and_the_next_one_waits_for_it() -> None:
+    async def play() -> None:
+        channel = Channel()
+        alone, shrinks, all_of_three = Terms(1, 3), Terms(2, 3, outlives=3.0), Terms(3, 3)
+        await channel.begin(alone, [])
+        assert [await channel.next_job(0, "group", slot, 2) for slot in (0, 1)] == [(alone, [])] * 2
+        further = await soon(channel.next_job(0, "group", 2, 3))
+        assert not further.done()
+        await channel.finish(1)
+        await channel.begin(shrinks, [])
+        assert await further == (shrinks, [])
+        assert await channel.next_job(0, "group", 3, 4) == (shrinks, [])
+        await channel.finish(2)
+        await channel.begin(all_of_three, [])
+        first = [await soon(channel.ask(3, "group", Member(name, at), -1, False, 2)) for at, name in enumerate("ab")]
+        assert not any(one.done() for one in first)
+        view = await channel.ask(3, "group", Member("c", 2), -1, False, 3)
+        assert isinstance(view, View) and len(view.members) == 3, "of four, since it takes three"
+        assert await asyncio.gather(*first) == [view] * 2
+
+    played(play())

@@ -114,7 +114,7 @@ def test_an_elastic_job_does_not_grow_onto_a_node_of_another_kind(
     with grows_and_goes_back(cluster, tmp_path, "no workers are taken"):
         result = dp_ray.run(**keys, address=cluster.address)
         assert result.world_sizes == [1, 2, 1] and go.exists()
-        assert [one["kind"] for one in result.interruptions] == ["resize", "resize"]
+        assert [one["kind"] for one in result.interruptions] == ["resize"]
         (line,) = [one for one in capfd.readouterr().err.splitlines() if "no workers are taken on" in one]
         assert "which would change the bits" in line and "COMPATIBLE" in line
         attempts = json.loads((tmp_path / "run" / "about.json").read_text())["attempts"]
@@ -148,7 +148,7 @@ def test_an_elastic_job_goes_on_without_a_node_whose_gpu_is_broken(
     with grows_and_goes_back(cluster, tmp_path, "uncorrectable ECC error"):
         result = dp_ray.run(**keys, address=cluster.address)
     assert result.world_sizes == [1, 2, 1]
-    assert [one["kind"] for one in result.interruptions] == ["resize", "error"]
+    assert [one["kind"] for one in result.interruptions] == ["error"]
     assert "which has a broken GPU" in capfd.readouterr().err
 
 

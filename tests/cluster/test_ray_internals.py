@@ -120,7 +120,11 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray.train.v2._internal.execution.callback:WorkerGroupCallback.before_worker_group_start": (
         "worker_group_context",
     ),
-    "ray.train.v2._internal.execution.worker_group:WorkerGroupContext": ("num_workers",),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroupContext": (
+        "num_workers",
+        "resources_per_worker",
+        "placement_strategy",
+    ),
     "ray.train.v2._internal.execution.context:get_train_context": (),
     "ray.train.v2._internal.execution.context:TrainContext.get_world_rank": (),
     "ray.train.v2._internal.execution.context:TrainContext.get_world_size": (),
@@ -183,7 +187,21 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
         "num_workers",
     ),
     "ray.train.v2._internal.execution.worker_group:Worker.execute_async": ("fn", "fn_args"),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup": (
+        "train_run_context",
+        "worker_group_context",
+        "callbacks",
+    ),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup._clear_state": (),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup._create_workers": (
+        "num_workers",
+        "placement_group",
+        "resources_per_worker",
+        "starting_world_rank",
+        "world_size",
+        "replica_group_size",
+    ),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup._init_train_context": ("workers", "sync_actor"),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup._get_worker_runtime_env": ("custom_runtime_env",),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup._start": (),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup._worker_cls": None,
@@ -203,12 +221,21 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
         "start_time",
         "workers",
         "placement_group_handle",
+        "sync_actor",
     ),
     "ray.train.v2._internal.execution.worker_group:WorkerGroupState.shutdown": (),
     "ray.train.v2._internal.execution.worker_group:state._shutdown_sync_actor": ("sync_actor",),
     "ray.train.v2._internal.execution.worker_group:worker_group.SynchronizationActor": None,
     "ray.train.v2._internal.execution.worker_group:worker_group.bundle_to_remote_args": ("bundle",),
+    "ray.train.v2._internal.execution.worker_group.execution_group:ReplicaGroup": (
+        "workers",
+        "resources_per_worker",
+        "callbacks",
+    ),
     "ray.train.v2._internal.execution.worker_group.execution_group:ReplicaGroup.shutdown": (),
+    "ray.train.v2._internal.execution.worker_group.execution_group:ReplicaGroup.start_training": (
+        "worker_group_context",
+    ),
     "ray.train.v2._internal.execution.worker_group.worker:ActorMetadata": ("node_id",),
     "ray.train.v2._internal.execution.worker_group.worker:RayTrainWorker": None,
     "ray.train.v2._internal.execution.worker_group.worker:Worker": (
@@ -278,6 +305,22 @@ USED: dict[str, tuple[str, str]] = {
     "replica groups, always of one worker": (
         "ray.train.v2._internal.execution.worker_group:WorkerGroup._start_impl",
         "self._replica_groups = [\n",
+    ),
+    "a worker group's workers have replica groups by their ranks": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroup._start_impl",
+        "self._worker_rank_to_replica_group_rank = {\n",
+    ),
+    "what a replica group calls": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroup._start_impl",
+        "self._replica_group_callbacks,\n",
+    ),
+    "a worker in the place of another has its rank": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroup._replace_replica_group_impl",
+        "starting_world_rank=replica_group_index,",
+    ),
+    "a running worker group is resized by a decision": (
+        "ray.train.v2._internal.execution.controller:TrainController._step",
+        "scaling_decision=controller_state.scaling_decision\n",
     ),
     "failed workers are replaced alone": (
         "ray.train.v2._internal.execution.controller:TrainController._execute_resize_decision",

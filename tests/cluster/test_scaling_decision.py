@@ -117,6 +117,13 @@ LONG = SETTLE_SECONDS + 0.1
         (running(3, 4, (4, LONG), num_lost=1), Resize.GO_ON, None),
         (running(3, 4, (4, REPLACE_SECONDS), num_lost=1), Resize.GO_ON, None),
         (running(3, 4, (4, REPLACE_SECONDS + 0.1), num_lost=1), Resize.ASK, Ask.RESTART),
+        # Where those that run take others in, none stops, but for room that is not for the places of lost ones.
+        (running(3, 4, (4, LONG), takes_more=True), Resize.GROW, None),
+        (running(3, 4, (4, SETTLE_SECONDS), takes_more=True), Resize.GO_ON, None),
+        (running(2, 4, (4, LONG), takes_more=True, starts_fail=True), Resize.GO_ON, None),
+        (running(2, 4, (4, REPLACE_SECONDS), takes_more=True, num_lost=1), Resize.GO_ON, None),
+        (running(2, 4, (4, REPLACE_SECONDS + 0.1), takes_more=True, num_lost=1), Resize.GROW, None),
+        (running(3, 4, (4, REPLACE_SECONDS + 0.1), takes_more=True, num_lost=1), Resize.ASK, Ask.RESTART),
         # Not where these were lost as they started: so would all others be.
         (
             running(3, 4, (4, REPLACE_SECONDS + 0.1), num_lost=1, starts_fail=True),
@@ -175,7 +182,7 @@ def test_workers_lost_as_they_start_end_the_growth_of_their_job_alone(monkeypatc
         handle.begin.remote(Terms(number, 3, outlives=3), [])
         restarts._look_at(handle.state.remote()[1])
         for _ in range(policies.REPLACING_STARTS if is_told else 1):
-            restarts._count_failed_start("its process was killed")
+            restarts.count_failed_start("its process was killed")
         policies.ElasticScalingPolicy(WANTED, handle).while_running(["a", "b"], 0.0, 1)
         assert found.pop().starts_fail is is_told
 
@@ -185,6 +192,17 @@ def test_the_order_says_why() -> None:
     drained = decide_scaling(running(4, 3, draining=("10.0.0.2", "10.0.0.3")), NOW).request
     assert grown is not None and not grown.drains and grown.text == "there is room for 4 workers"
     assert drained is not None and drained.drains and drained.text == "Ray drains 10.0.0.2, 10.0.0.3"
+
+
+@pytest.mark.parametrize(("num_lost", "capacity", "grows_to"), [(0, 3, 3), (0, 4, 4), (1, 3, 4), (1, 4, 4)])
+def test_a_job_grows_to_no_more_than_it_wants_with_those_that_are_lost(
+    num_lost: int, capacity: int, grows_to: int
+) -> None:
+    """Others come in the places of the lost ones, maybe later."""
+    seen = capacity, REPLACE_SECONDS + 0.1
+    decision = decide_scaling(running(2, capacity, seen, takes_more=True, num_lost=num_lost), NOW)
+    assert (decision.do, decision.num_workers) == (Resize.GROW, grows_to)
+    assert decision.last_count == LastCount(0, NOW), "what has no room after all is not tried at once again"
 
 
 MOMENTS = st.floats(0, 200)
@@ -245,16 +263,19 @@ def runnings(draw: st.DrawFn) -> Running:
     capacities = st.integers(0, wanted.max_workers)
     workers = draw(st.integers(wanted.min_workers, wanted.max_workers))
     draining = tuple(draw(st.lists(st.sampled_from(["10.0.0.1", "10.0.0.2"]), max_size=2, unique=True)))
-    return Running(
-        wanted, workers, draw(MOMENTS), LastCount(draw(capacities), draw(MOMENTS)), draining, draw(capacities)
-    )
+    seen = LastCount(draw(capacities), draw(MOMENTS))
+    takes_more = draw(st.booleans())
+    return Running(wanted, workers, draw(MOMENTS), seen, draining, draw(capacities), takes_more=takes_more)
 
 
 @given(runnings(), st.floats(0, 400))
 def test_workers_stop_only_for_something_better(snapshot: Running, now: float) -> None:
     decision = decide_scaling(snapshot, now)
     request, wanted = decision.request, snapshot.wanted
-    assert (request is None) == (decision.do is Resize.GO_ON)
+    assert (request is None) == (decision.do in (Resize.GO_ON, Resize.GROW))
+    if decision.do is Resize.GROW:
+        assert snapshot.takes_more and wanted.can_stop
+        assert snapshot.num_workers < decision.num_workers <= min(wanted.max_workers, snapshot.capacity or 0)
     if request is not None and request.ask is Ask.RESTART:
         assert wanted.can_stop
         assert snapshot.capacity is not None and snapshot.capacity >= wanted.min_workers, "what stops can start again"
@@ -279,5 +300,5 @@ def test_growth_waits_until_the_capacity_has_stayed_the_same(start: Running, cap
         snapshot = replace(start, draining=(), capacity=capacity, last_count=seen if second else LastCount(-1, now))
         decision = decide_scaling(snapshot, now)
         seen = decision.last_count or seen
-        if decision.do is Resize.ASK:
+        if decision.do in (Resize.ASK, Resize.GROW):
             assert same > SETTLE_SECONDS

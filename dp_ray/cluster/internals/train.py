@@ -6,10 +6,12 @@ own policies.
 
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from dp_ray.cluster.channel import GROUP, encoded
 from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, WorkersFailed
@@ -38,6 +40,7 @@ with postponed("ray.data", "pandas"):
     from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
     from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
+    from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
     from ray.train.v2._internal.util import bundle_to_remote_args
 
 if TYPE_CHECKING:
@@ -135,16 +138,20 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
         workers = self._policy.workers_to_start()
         if workers is None:
             return NoopDecision()
-        each = self.scaling_config._resources_per_worker_not_none  # includes the accelerator's type
-        return ResizeDecision(num_workers=workers, resources_per_worker=each)
+        return ResizeDecision(num_workers=workers, resources_per_worker=self._resources)
+
+    @property
+    def _resources(self) -> Any:
+        return self.scaling_config._resources_per_worker_not_none  # includes the accelerator's type
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
-        """Called by Ray Train's controller, again and again, while workers run; it never resizes them itself."""
+        """Called by Ray Train's controller, again and again, while workers run."""
         self._request_nodes()
         workers, failed = worker_group_state.workers, worker_group_status.errors
         node_ids = [worker.metadata.node_id for rank, worker in enumerate(workers) if rank not in failed]
-        self._policy.while_running(node_ids, worker_group_state.start_time, len(workers) - len(node_ids))
-        return NoopDecision()
+        num_lost = len(workers) - len(node_ids)
+        num_workers = self._policy.while_running(node_ids, worker_group_state.start_time, num_lost)
+        return NoopDecision() if num_workers is None else Growth(num_workers, self._resources)
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Called by Ray Train's controller; rescheduling means that a start has failed."""
@@ -178,13 +185,69 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
 
 
 class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
-    """A WorkerGroup that frees its resources if workers fail while they start, and starts no needless process.
+    """A WorkerGroup that frees its resources if workers fail while they start, grows, and starts no needless process.
 
-    Public: none; Ray's own keeps the resources of such workers.
+    Public: none; Ray's own keeps the resources of such workers, and has its placement group from its start.
     """
 
     _worker_cls = RayTrainWorker
     idle_starts = 0.0  # how many of the next starts may take processes that Ray holds ready
+    _worker_group_state: Any
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._further: dict[int, Any] = {}  # the placement groups of workers that came later, by their ranks
+
+    def grow(self, num_workers: int, label_selector: dict[str, str]) -> range | None:
+        """Start further workers, up to so many in all, in a placement group of their own; return their ranks.
+
+        None if there is no room for it after all. If one of them is lost as it starts, none of them has started, and
+        this raises an error of Ray or Ray Train.
+        """
+        context, state = self.get_worker_group_context(), self._worker_group_state
+        ranks, each = range(len(self), num_workers), context.resources_per_worker
+        places = placement_group(
+            [each] * len(ranks), context.placement_strategy, bundle_label_selector=[label_selector] * len(ranks)
+        )
+        try:
+            if not places.wait(ROOM_SECONDS):
+                remove_placement_group(places)
+                return None
+            workers = self._create_workers(
+                len(ranks), places, each, starting_world_rank=ranks[0], world_size=num_workers, replica_group_size=1
+            )
+            self._init_train_context(workers, state.sync_actor)
+            groups = [ReplicaGroup([worker], each, self._replica_group_callbacks) for worker in workers]
+            for group in groups:
+                group.start_training(context)
+        except Exception:
+            remove_placement_group(places)  # which ends what runs there
+            raise
+        self._worker_group_state = replace(state, workers=[*state.workers, *workers])
+        self._replica_groups += groups
+        self._worker_rank_to_replica_group_rank.update(zip(ranks, ranks, strict=True))
+        self._further.update(dict.fromkeys(ranks, places))
+        return ranks
+
+    def places(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the ids of the nodes where workers of these ranks would be replaced, "" where Ray has none yet."""
+        state, found = self._worker_group_state, {}
+        for rank in ranks:
+            group = self._further.get(rank, state.placement_group_handle.placement_group)
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            found[rank] = nodes.get(state.workers[rank].placement_group_bundle_index) or ""
+        return found
+
+    def _create_workers(self, num_workers: int, placement_group: Any, *given: Any, **keys: Any) -> Any:
+        """Start workers; one in the place of a lost one starts in the placement group of that."""
+        places = self._further.get(keys.get("starting_world_rank", 0), placement_group)
+        return super()._create_workers(num_workers, places, *given, **keys)
+
+    def _clear_state(self) -> None:
+        super()._clear_state()
+        for places in set(self._further.values()):
+            remove_placement_group(places)
+        self._further.clear()
 
     def _start(self) -> None:
         try:
@@ -209,6 +272,12 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
 
 POLL_SECONDS = 1.0  # for a worker's answer, before others are replaced
+ROOM_SECONDS = 1.0  # for a placement group, where there was room just now
+
+
+@dataclass
+class Growth(ResizeDecision):  # type: ignore[misc]
+    """A decision to have so many workers, of which those that are there run on."""
 
 
 def _kill_unless_missing(actor: Any) -> None:
@@ -222,7 +291,7 @@ def _with_messages(resources: dict[str, float]) -> dict[str, Any]:
 
 
 class OwnController(TrainController):  # type: ignore[misc]
-    """Ray Train's controller, which starts no needless process, and can replace failed workers alone.
+    """Ray Train's controller, which starts no needless process, and can replace failed workers alone, or add some.
 
     Ray Train replaces workers as its replica groups, each of one worker. A backend can have it do that always; then
     each worker would have the local rank 0.
@@ -259,23 +328,34 @@ class OwnController(TrainController):  # type: ignore[misc]
 
     def _state_after_loss(self, group: Any, status: Any) -> Any:
         """Replace those failed workers that there is room for now; else go on, and look at the cluster."""
-        state, workers = group.get_worker_group_state(), group.get_workers()
-        nodes = ray.util.placement_group_table(state.placement_group_handle.placement_group)["bundles_to_node_id"]
-        places = {rank: nodes.get(workers[rank].placement_group_bundle_index) or "" for rank in status.errors}
-        self._to_replace = self._failure_policy.policy.with_room(places)
+        self._to_replace = self._failure_policy.policy.with_room(group.places(status.errors))
         if self._to_replace:
             self._manages_replica_groups = True
             each = group.get_worker_group_context().resources_per_worker
             return SchedulingState(ResizeDecision(num_workers=len(group), resources_per_worker=each))
         # Ray Train does not ask it while some have failed.
-        self._scaling_policy.make_decision_for_running_worker_group(state, status)
-        return RunningState()
+        state = group.get_worker_group_state()
+        decision = self._scaling_policy.make_decision_for_running_worker_group(state, status)
+        return SchedulingState(decision) if isinstance(decision, Growth) else RunningState()
 
     def _execute_resize_decision(self, decision: Any) -> Any:
+        if isinstance(decision, Growth):  # for which Ray Train would start all anew
+            self._grow(decision.num_workers)
+            return TrainControllerLoopIterationResult(self._get_run_attempt_id(), self.get_state(), RunningState())
         if self._manages_replica_groups:
             status = self._worker_group.poll_status(timeout=POLL_SECONDS)  # more may have failed since the last one
             self._failure_policy.policy.on_more(failure_of(status.get_worker_group_error()))
         return super()._execute_resize_decision(decision)
+
+    def _grow(self, num_workers: int) -> None:
+        selector = self._scaling_policy.on_controller_start_worker_group(scaling_config=None, num_workers=num_workers)
+        try:
+            ranks = self._worker_group.grow(num_workers, selector)
+        except (WorkerGroupStartupFailedError, ray.exceptions.RayError) as error:
+            self._failure_policy.policy.count_failed_start(why_failed(error.__cause__ or error))
+        else:
+            if ranks is not None:
+                self._failure_policy.policy.has_grown(ranks, num_workers)
 
     def _replace_bad_workers(self, poll_status: Any) -> None:
         """Replace those that there is room for.
