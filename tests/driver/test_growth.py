@@ -151,7 +151,7 @@ class Watched:
             **SLOW,
             "dataset": {"target": "tests.driver.test_growth:Builds", "args": args},
             "workers": {"min": 1, "max": 3},
-            "epochs": 60,
+            "epochs": 25,
             "checkpoint": {"every_steps": 100},
             "quiet": False,
             **keys,
