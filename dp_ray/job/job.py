@@ -323,13 +323,14 @@ class Job(MeasuringKeys):
 
     def _of_optimizers(self) -> Iterator[str]:
         """Yield what is wrong with a list of optimizers, and with schedulers."""
-        for key, each in self.optimizers if isinstance(self.optimizer, tuple) else ():
+        several = self.optimizers if isinstance(self.optimizer, tuple) else ()
+        for key, each in several:
             if not isinstance(each, Target):
                 yield (
                     f"{key}: must be a target, or a class or function of its parameters, like "
                     f"functools.partial(torch.optim.AdamW, lr=0.001); got a {type(each).__qualname__}"
                 )
-            elif getattr(each, "match", None) is None and each is not self.optimizer[-1]:
+            elif getattr(each, "match", None) is None and each is not several[-1][1]:
                 yield f"{key}.match: is missing, so no parameter is left to those that follow; only the last has none"
         for key, scheduler in self.schedulers:
             if self.scheduler is not None and scheduler is not None and key != "scheduler":
