@@ -87,6 +87,7 @@ LINKS: dict[str, str] = {
     "loss": "[What a loss returns](losses.md#what-a-loss-returns)",
     "loss.over": "[More](losses.md#a-loss-over-the-whole-batch)",
     "optimizer": "[More](steps.md#optimizers)",
+    "optimizer[].match": "[An example](recipes.md#muon-beside-adamw)",
     "optimizer.groups": "[An example](recipes.md#image-classification)",
     "eval": "[Several](training.md#several-evaluations)",
     "workers": "[Elastic jobs](faults.md#elastic-jobs)",

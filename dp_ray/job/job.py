@@ -346,7 +346,7 @@ class Job(MeasuringKeys):
                     f"{key}: must be a target, or a class or function of its parameters, like "
                     f"functools.partial(torch.optim.AdamW, lr=0.001); got a {type(each).__qualname__}"
                 )
-            elif getattr(each, "match", None) is None and key != several[-1][0]:
+            elif getattr(each, "match", None) is None and each is not several[-1][1]:
                 yield f"{key}.match: is missing, so no parameter is left to those that follow; only the last has none"
         for key, scheduler in self.schedulers:
             if self.scheduler is not None and scheduler is not None and key != "scheduler":

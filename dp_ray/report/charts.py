@@ -144,9 +144,9 @@ def _groups(names: Sequence[str], evals: Sequence[NamedEval], is_sum: bool) -> d
     if not is_sum:
         bare.pop("epoch_loss", None)
     order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
-    # The value itself comes first, and then the evaluations in their order, or those of further optimizers.
-    places = {name: -1 if (each := by[name]) is None else evals.index(each) for name in drawn}
-    of_each = sorted(drawn, key=lambda name: (places[name], is_of_further(name)))
+    # The value itself comes first, and then the evaluations in their order.
+    of_each = sorted(drawn, key=lambda name: -1 if (each := by[name]) is None else evals.index(each))
+    of_each.sort(key=is_of_further)
     groups = {name: [title for title in of_each if values[title] == name] for name in order}
     if "epoch_loss" in drawn and not is_sum:
         groups["loss"].insert(1, "epoch_loss")

@@ -67,7 +67,7 @@ class Both:
 
 def sgd_and_adam(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     named = dict(model.named_parameters())
-    groups: list[dict[str, Any]] = [{"params": [named["0.bias"]], "lr": 0.02}, {"params": [named["0.weight"]]}]
+    groups: list[Any] = [{"params": [named["0.bias"]], "lr": 0.02}, {"params": [named["0.weight"]]}]
     return torch.optim.SGD(groups, 0.1, 0.9), torch.optim.Adam([named["3.weight"], named["3.bias"]], **ADAM)
 
 
@@ -196,27 +196,20 @@ def test_under_fp16_all_skip_where_the_gradient_of_one_overflows() -> None:
         assert moved == [is_finite] * 4
 
 
-def test_muon_under_fsdp_updates_by_whole_matrices(tmp_path: Path) -> None:
-    """torch computes its products over all workers' parts; each part for itself would be another update."""
-    one_step = {"target": "tests.support.training:Pairs", "args": {"length": 7}}
-    for workers in (2, 3):
-        folder = tmp_path / str(workers)
-        run_group(
-            job_of("mlp", dataset=one_step, optimizer=MUON_AND_ADAMW, epochs=1, workers=workers, **FSDP), folder
-        )
-        model = initial(training.mlp)
-        plain: Any = Both(*muon_and_adamw(model))
-        losses = training.plain_loop(model, training.Pairs(7), 7, 1, mean_loss, plain)
-        assert_close(
-            folder, model, losses, 1.5e-2
-        )  # it rounds to bf16; by parts, the weights differ by 3e-2 and more
-    with pytest.raises(
-        ProcessExit, match=r"JobError: optimizer\.0: Muon may use all of a parameter to update a part"
-    ):
-        run_group(job_of("mlp", optimizer=MUON_AND_ADAMW, workers=2, bitwise=True, **FSDP), tmp_path / "exact")
-    adafactor = [{"match": "weight", "target": "torch.optim:Adafactor"}, MUON_AND_ADAMW[1]]
-    with pytest.raises(ProcessExit, match=r"JobError: optimizer\.0: Adafactor cannot update the parts"):
-        run_group(job_of("mlp", optimizer=adafactor, workers=2, **FSDP), tmp_path / "state")
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_is_not_elementwise_is_refused_under_fsdp(tmp_path: Path, is_told: bool) -> None:
+    adafactor: Any = {"match": "weight", "target": "torch.optim:Adafactor"}
+    muon = MUON_AND_ADAMW[0] if is_told else {"match": "weight", "target": f"{__name__}:muon"}
+    exact, parts = "may use all of a parameter to update a part of it", "cannot update the parts of parameters"
+    for number, (first, name) in enumerate([(muon, "Muon"), (adafactor, "Adafactor")]):
+        for bitwise, says in ((True, exact), (False, parts)) if is_told or name != "Muon" else ((False, parts),):
+            job = job_of("mlp", optimizer=[first, MUON_AND_ADAMW[1]], workers=2, bitwise=bitwise, **FSDP)
+            with pytest.raises(ProcessExit, match=rf"JobError: optimizer\.0: {name} {says}"):
+                run_group(job, tmp_path / f"{number}-{bitwise}")
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, 0.02)
 
 
 def test_each_may_have_a_scheduler_of_its_own_which_is_planned_anew_for_a_longer_training(tmp_path: Path) -> None:
