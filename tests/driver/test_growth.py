@@ -1,5 +1,6 @@
 """Elastic jobs on CPUs that take further workers in where room comes: those that run go on, to the same bits."""
 
+import itertools
 import json
 import os
 import signal
@@ -268,7 +269,7 @@ def test_a_job_ends_while_another_worker_comes(run: Run, tmp_path: Path, others:
             result = run(None, **job.keys)
         assert within(30, lambda: hold.groups() == before), "a placement group stays"
     assert result.world_sizes in ([1], [1, 2]) and result.interruptions == []
-    assert not any(psutil.pid_exists(pid) for pid in job.pids)
+    assert within(SECONDS, lambda: not any(psutil.pid_exists(pid) for pid in job.pids)), "a worker stays"
     assert_as_alone(result, run, job.keys)
 
 
@@ -362,14 +363,18 @@ def test_a_session_grows_while_it_is_idle_and_its_next_job_has_all_workers(
     cluster: Cluster, tmp_path: Path, others: Hold
 ) -> None:
     """Also one whose workers could not take others in."""
-    keys: dict[str, Any] = {**SLOW, "storage": str(tmp_path), "quiet": True}
+    elastic = {"min": 1, "max": 3}
+    keys: dict[str, Any] = {**SLOW, "storage": str(tmp_path), "quiet": True, "workers": elastic}
     with others(1, 2) as hold:
         before = hold.groups()
-        with dp_ray.session(address=cluster.address, workers={"min": 1, "max": 3}) as session:
+        with dp_ray.session(address=cluster.address, workers=elastic) as session:
             first = session.run(None, **keys, name="first")
             hold.free()
             assert within(SECONDS, lambda: hold.groups() == before + 2)
-            time.sleep(15)  # of the others' start
+            # They start meanwhile.
+            numbers = itertools.count()
+            sizes = lambda: session.run(None, **keys, name=f"probe-{next(numbers)}").world_sizes  # noqa: E731
+            assert within(SECONDS, lambda: sizes() == [3])
             rest = [session.run(None, **keys, name=how, on_lost_worker=how) for how in ("restart", "go_on")]
         assert within(30, lambda: hold.groups() == before)
     assert [one.world_sizes for one in (first, *rest)] == [[1], [3], [3]]
