@@ -408,6 +408,7 @@ def test_hooks_see_the_rates_of_all(tmp_path: Path) -> None:
 
 def test_a_stop_before_a_step_keeps_both_states(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"optimizer": SGD_AND_ADAM, "scheduler": HALVING, "shards": 3, "bitwise": True}
+    keys["checkpoint"] = {"every_steps": 3}
     run_group(job_of("mlp", **keys, workers=1), tmp_path / "whole")
     run_group(job_of("mlp", **keys, workers=3), tmp_path / "on", StopsBefore(7))
     run_group(job_of("mlp", **keys, workers=2), tmp_path / "on")
