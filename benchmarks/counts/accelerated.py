@@ -13,10 +13,20 @@ STARTS_WITH = "torchrun"
 GUIDES = "https://huggingface.co/docs/accelerate"
 TOLD = {
     "dropout": Told("by design", "each process draws its own random numbers", f"{GUIDES}/concept_guides/performance"),
-    "BatchNorm": Told("by design", "the model is DDP's: each process normalises its own rows", f"{GUIDES}/package_reference/accelerator"),
-    "uneven": Told("rows twice", "`even_batches` begins again with the first rows", f"{GUIDES}/package_reference/accelerator"),
-    "contrastive": Told("by design", "the loss sees the rows of its process", f"{GUIDES}/usage_guides/gradient_accumulation"),
-    "augmentation": Told("by design", "each process draws its own random numbers", f"{GUIDES}/concept_guides/performance"),
+    "BatchNorm": Told(
+        "by design",
+        "the model is DDP's: each process normalises its own rows",
+        f"{GUIDES}/package_reference/accelerator",
+    ),
+    "uneven": Told(
+        "rows twice", "`even_batches` begins again with the first rows", f"{GUIDES}/package_reference/accelerator"
+    ),
+    "contrastive": Told(
+        "by design", "the loss sees the rows of its process", f"{GUIDES}/usage_guides/gradient_accumulation"
+    ),
+    "augmentation": Told(
+        "by design", "each process draws its own random numbers", f"{GUIDES}/concept_guides/performance"
+    ),
 }
 
 

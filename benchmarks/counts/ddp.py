@@ -61,11 +61,12 @@ def run_prepared(
     loader = part(DataLoader(program.rows(), BATCH_SIZE // dist.get_world_size()))
     if program.does == "metric":
         return measured(model, loader)
+    bare = getattr(model, "module", model)
     optimizers = program.optimizers(model)
     begin = 0
     if program.left_after is not None and not leaves:
         state = torch.load(kept)
-        model.load_state_dict(state["model"])
+        bare.load_state_dict(state["model"])
         for optimizer, of in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(of)
         begin = state["epoch"]
@@ -81,10 +82,10 @@ def run_prepared(
         if leaves:
             if dist.get_rank() == 0:
                 states = [optimizer.state_dict() for optimizer in optimizers]
-                torch.save({"model": model.state_dict(), "optimizers": states, "epoch": epoch + 1}, kept)
+                torch.save({"model": bare.state_dict(), "optimizers": states, "epoch": epoch + 1}, kept)
             dist.barrier()
             return None
-    return {"weights": flat(getattr(model, "module", model))}
+    return {"weights": flat(bare)}
 
 
 def measured(model: nn.Module, loader: Iterable[Any]) -> Results:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, as its documentation writes it: arguments, `compute_loss_func`, `compute_metrics`, `predict`."""
+"""Hugging Face's Trainer, as its pages have it: arguments, `compute_loss_func`, `compute_metrics`, `predict`."""
 
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ def run(program: Program, kept: Path, leaves: bool) -> Results | None:
     if program.does != "train":
         found = trainer.predict(rows)  # type: ignore[arg-type]
         outputs = torch.from_numpy(found.predictions)
-        return {"outputs": outputs} if program.does == "predict" else {"metric": torch.tensor(found.metrics["test_f1"])}
+        return (
+            {"outputs": outputs} if program.does == "predict" else {"metric": torch.tensor(found.metrics["test_f1"])}
+        )
     goes_on = program.left_after is not None and not leaves
     trainer.train(resume_from_checkpoint=f"{kept}/checkpoint-{program.left_after}" if goes_on else None)
     return {"weights": flat(model.model)}

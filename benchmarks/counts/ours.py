@@ -30,7 +30,9 @@ def main(folder: Path, count: int) -> None:
                 found = session.run(task="evaluate", loss=torch.nn.CrossEntropyLoss, metrics=F1, **keys)
                 return {"metric": torch.tensor(found.metrics["f1"])}
             keys |= {"epochs": EPOCHS, "shuffle": False, "bitwise": True, "grad_clip": program.clip}
-            keys["loss"] = torch.nn.CrossEntropyLoss if program.loss is mean else {"target": program.loss, "over": "batch"}
+            keys["loss"] = (
+                torch.nn.CrossEntropyLoss if program.loss is mean else {"target": program.loss, "over": "batch"}
+            )
             keys["optimizer"] = {"target": torch.optim.Adam, "args": {"lr": 0.01}}
             if program.optimizers is programs.sgd_and_adam:
                 first = {"match": "0", "target": torch.optim.SGD, "args": {"lr": 0.1, "momentum": 0.9}}

@@ -1,7 +1,7 @@
 """Twelve small programs of plain torch, and what one process makes of them.
 
-A program has 48 or 50 rows, which are read in order, 12 in each global batch: they divide among 1, 2 and 3 processes. What
-it ends with is a dict of tensors: `weights` after 8 steps or more, `outputs` of all rows, or a `metric`.
+A program has 48 or 50 rows, which are read in order, 12 in each global batch: they divide among 1, 2 and 3 processes.
+What it ends with is a dict of tensors: `weights` after 8 steps or more, `outputs` of all rows, or a `metric`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Ray Train, as its guide for PyTorch writes it: `prepare_model`, `prepare_data_loader`, a checkpoint for each epoch."""
+"""Ray Train, as its guide for PyTorch has it: `prepare_model`, `prepare_data_loader`, a checkpoint for each epoch."""
 
 from pathlib import Path
 
@@ -15,7 +15,11 @@ STARTS_WITH = "python"
 GUIDE = "https://docs.ray.io/en/latest/train/getting-started-pytorch.html"
 TOLD = {
     **{name: told._replace(page=GUIDE) for name, told in OF_DDP.items()},
-    "resume": Told(NO_WAY, "checkpoints are shown between epochs", "https://docs.ray.io/en/latest/train/user-guides/checkpoints.html"),
+    "resume": Told(
+        NO_WAY,
+        "checkpoints are shown between epochs",
+        "https://docs.ray.io/en/latest/train/user-guides/checkpoints.html",
+    ),
     "predictions": Told(NO_WAY, "it sends to Ray Data", "https://docs.ray.io/en/latest/data/batch_inference.html"),
 }
 

@@ -10,7 +10,7 @@ from benchmarks.counts.programs import PROGRAMS, Program, Results
 
 
 class Told(NamedTuple):
-    """Why a program does not end with the same bits there, in few words, and the page of that library that says it."""
+    """Why a program does not end with the same bits there, in few words, and the page that says it."""
 
     verdict: str  # "by design", "rows twice", "wrong" against what the page promises, or NO_WAY
     why: str

@@ -29,8 +29,10 @@ SECONDS = 300  # of one library on one count: what takes longer hangs
 
 def main(words: list[str]) -> None:
     """Be `python -m benchmarks counts`."""
-    of = argparse.ArgumentParser(prog="python -m benchmarks counts", description=__doc__)
-    of.add_argument("--only", choices=LIBRARIES.values(), action="append", help="a library; may be given several times")
+    of = argparse.ArgumentParser(prog="python -m benchmarks counts", description=__doc__.partition("\n")[0])
+    of.add_argument(
+        "--only", choices=LIBRARIES.values(), action="append", help="a library; may be given several times"
+    )
     of.add_argument("--json", type=Path, help="write the cells there")
     given = of.parse_args(words)
     cells: dict[str, dict[str, dict[str, Any]]] = {}
@@ -81,10 +83,13 @@ def judged(program: Program, results: dict[int, Results], told: Told | None, hun
         return {"verdict": "hangs" if hung else "failed", "why": f"on {', '.join(map(str, missing))}", "page": ""}
     values = {count: next(iter(of.values())) for count, of in results.items()}
     apart = max(distance(values[count], values[1]) for count in COUNTS)
-    from_plain = None if program.draws else max(distance(of, next(iter(oracle(program).values()))) for of in values.values())
-    cell: dict[str, Any] = {"apart": apart, "from plain torch": from_plain}
+    cell: dict[str, Any] = {"apart": apart, "from plain torch": None}
+    if not program.draws:
+        plain = next(iter(oracle(program).values()))
+        cell["from plain torch"] = max(distance(of, plain) for of in values.values())
     if apart <= ROUNDING:
-        return {**cell, "verdict": "same bits" if apart == 0 else "rounding", "why": told.why if told else "", "page": told.page if told else ""}
+        verdict = "same bits" if apart == 0 else "rounding"
+        return {**cell, "verdict": verdict, "why": told.why if told else "", "page": told.page if told else ""}
     return {**cell, **(told._asdict() if told else {"verdict": "differs", "why": "", "page": ""})}
 
 
