@@ -1,6 +1,6 @@
 """Run the benchmarks that are named, or all: `python -m benchmarks [NAME...]`. Prints one markdown table.
 
-Of `survivors` also some rows alone, as `survivors:node`.
+Of `survivors` also some rows alone, as `survivors:node`. `counts` is a suite of its own: see its README.
 """
 
 import sys
@@ -30,4 +30,7 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ["counts"]:
+        import_module("benchmarks.counts.table").main(sys.argv[2:])
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,34 @@
+"""What a library's side says of itself, and how its processes go through the programs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.counts.programs import PROGRAMS, Program, Results
+
+
+class Told(NamedTuple):
+    """Why a program does not end with the same bits there, in few words, and the page that says it."""
+
+    verdict: str  # "by design", "rows twice", "wrong" against what the page promises, or NO_WAY
+    why: str
+    page: str
+
+
+NO_WAY = "no way"  # that its documentation shows
+Run = Callable[[Program, Path, bool], Results | None]  # the program, where it keeps, and whether it leaves then
+
+
+def run_all(run: Run, folder: Path, count: int, keeps: bool, told: dict[str, Told]) -> None:
+    """Be one of `count` processes in each program that has a way; one of them `keeps` what they end with."""
+    for program in PROGRAMS:
+        if program.name in told and told[program.name].verdict == NO_WAY:
+            continue
+        kept = folder / f"{program.name}-begun-by-{program.begun_by or count}".replace(" ", "-")
+        if program.left_after is not None and program.begun_by in (None, count):
+            run(program, kept, True)
+        results = run(program, kept, False)
+        if keeps:
+            torch.save(results, folder / f"{program.name} on {count}.pt")
