@@ -74,7 +74,7 @@ def run_prepared(
         for inputs, target in loader:
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            program.loss(model(inputs), target).backward()
+            program.loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
             if program.clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), program.clip)
             for optimizer in optimizers:

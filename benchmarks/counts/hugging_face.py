@@ -93,13 +93,13 @@ def run(program: Program, kept: Path, leaves: bool) -> Results | None:
         model,
         arguments,
         train_dataset=rows,
-        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
         compute_loss_func=loss,
         callbacks=[StopsAfter(program.left_after)] if leaves and program.left_after else [],
         compute_metrics=measured,
     )
     if program.does != "train":
-        found = trainer.predict(rows)  # type: ignore[arg-type]
+        found: Any = trainer.predict(rows)
         outputs = torch.from_numpy(found.predictions)
         return (
             {"outputs": outputs} if program.does == "predict" else {"metric": torch.tensor(found.metrics["test_f1"])}

@@ -95,7 +95,8 @@ class Tagger(nn.Module):
         self.embedding, self.out = nn.Embedding(CLASSES, HIDDEN), nn.Linear(HIDDEN, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.embedding(tokens)).transpose(1, 2)
+        scores: Tensor = self.out(self.embedding(tokens))
+        return scores.transpose(1, 2)
 
 
 def mean(outputs: Tensor, target: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ def oracle(program: Program) -> Results:
     for _ in range(EPOCHS):
         for inputs, target in DataLoader(rows, batch_size=BATCH_SIZE):
             model.zero_grad()
-            program.loss(model(inputs), target).backward()
+            program.loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
             if program.clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), program.clip)
             for optimizer in optimizers:

@@ -372,9 +372,8 @@ def test_a_session_grows_while_it_is_idle_and_its_next_job_has_all_workers(
             hold.free()
             assert within(SECONDS, lambda: hold.groups() == before + 2)
             # They start meanwhile.
-            numbers = itertools.count()
-            sizes = lambda: session.run(None, **keys, name=f"probe-{next(numbers)}").world_sizes  # noqa: E731
-            assert within(SECONDS, lambda: sizes() == [3])
+            names = map("probe-{}".format, itertools.count())
+            assert within(SECONDS, lambda: session.run(None, **keys, name=next(names)).world_sizes == [3])
             rest = [session.run(None, **keys, name=how, on_lost_worker=how) for how in ("restart", "go_on")]
         assert within(30, lambda: hold.groups() == before)
     assert [one.world_sizes for one in (first, *rest)] == [[1], [3], [3]]
