@@ -309,7 +309,7 @@ def check_houses() -> None:
 def check_graph() -> None:
     """The weights and the accuracy are those of a plain loop over the whole graph."""
     graph = importlib.import_module("graph")
-    result = dp_ray.run("graph.yaml", name="whole", quiet=True)  # the page's run is of one epoch
+    result = dp_ray.run("graph.yaml", name="whole", epochs=30, quiet=True)  # the page's run is of one
     torch.manual_seed(0)
     model, item, test = graph.Net(), graph.Graph("train")[0], graph.Graph("test")[0]["labels"]
     inputs = item["features"][None], item["edges"][None]

@@ -65,7 +65,7 @@ def ended(module: str, folder: Path, count: int) -> bool:
     if importlib.import_module(f"benchmarks.counts.{module}").STARTS_WITH == "python":
         starts = []
     command = [sys.executable, *starts, "-m", "benchmarks.counts.start", module, str(folder), str(count)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:

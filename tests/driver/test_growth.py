@@ -52,11 +52,11 @@ for line in sys.stdin:
 NO_ROOM = """
 import sys, time, ray
 from dp_ray.cluster.internals import train
-from ray.train.v2._internal.execution.worker_group import WorkerGroupContext, WorkerGroupState
+from types import SimpleNamespace
 ray.init(sys.argv[1], log_to_driver=False)
 group = object.__new__(train.CleanWorkerGroup)
-group._worker_group_context = WorkerGroupContext("", None, 1, {"CPU": 1.0})
-group._worker_group_state = WorkerGroupState(0.0, None, [None], None)
+group._worker_group_context = SimpleNamespace(resources_per_worker={"CPU": 1.0}, placement_strategy="PACK")
+group._worker_group_state = SimpleNamespace(workers=[None])
 group._further = {}
 began = time.monotonic()
 print(group.grow(100, {}))

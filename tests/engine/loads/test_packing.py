@@ -394,7 +394,7 @@ def test_a_mixture_of_tokens_goes_on_with_another_number_of_workers(packs: bool,
     data = mixed(sources=sources, weights={"a": "2/3", "b": "1/3"}, stop="all")
     keys: dict[str, Any] = {"dataset": data, "shards": 3, "bitwise": True, "checkpoint": {"every_steps": 1}}
     if not packs:
-        keys |= {"pack": None, "model": f"{HERE}:Plain", "inputs": ["input_ids"]}
+        keys |= {"pack": None, "model": f"{HERE}:Plain", "inputs": ["input_ids"], "call": "auto"}
     run_group(job_of(workers=2, **keys), tmp_path / "whole")
     run_group(job_of(workers=3, **keys), tmp_path / "parts", StopsBefore(2))
     run_group(job_of(workers=1, **keys), tmp_path / "parts", StopsBefore(5))
