@@ -1,5 +1,6 @@
 """dp_ray, with `bitwise: true` and six shards for each batch, on a session's workers."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def main(folder: Path, count: int) -> None:
     with dp_ray.session(workers=count, verbose=False) as session:
 
         def run(program: Program, kept: Path, leaves: bool) -> Results | None:
+            if program.begun_by is not None and not leaves:  # others go on from there too
+                kept = Path(shutil.copytree(kept, kept.with_name(f"{kept.name}-on-{count}")))
             keys: dict[str, Any] = {"storage": str(kept.parent), "name": kept.name, "workers": count}
             keys |= {"model": program.model, "dataset": program.rows, "batch_size": BATCH_SIZE, "shards": 6}
             if program.does == "predict":
