@@ -246,25 +246,24 @@ def is_over_batch(compared: Any) -> bool:
     return isinstance(compared, Compared) and compared.over == "batch"
 
 
-class Group(Strict):
-    """Parameters with optimizer args of their own."""
-
-    match: str
-    """A regular expression that is searched in the parameters' names."""
-    args: dict[str, Any]
-    """The optimizer's args for these parameters."""
-
-    @model_validator(mode="after")
-    def _is_a_pattern(self) -> "Group":
-        _check_pattern(self.match)
-        return self
-
-
-def _check_pattern(match: str) -> None:
+def _compiles(match: str) -> str:
     try:
         re.compile(match)
     except re.error as error:
-        raise ValueError(f"match must be a regular expression, got {match!r}: {error}") from None
+        raise ValueError(f"must be a regular expression, got {match!r}: {error}") from None
+    return match
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+
+
+class Group(Strict):
+    """Parameters with optimizer args of their own."""
+
+    match: Pattern
+    """A regular expression that is searched in the parameters' names."""
+    args: dict[str, Any]
+    """The optimizer's args for these parameters."""
 
 
 class Optimizer(Target):
@@ -363,17 +362,11 @@ class MatchedOptimizer(Optimizer):
 
     APART: ClassVar = ("target", "scheduler")
 
-    match: str | None = None
+    match: Pattern | None = None
     """In a list of optimizers: a regular expression that is searched in the parameters' names. A parameter belongs to
     the first optimizer whose `match` finds it. The last one may have none: it gets the rest."""
     scheduler: SchedulerKey | None = None
     """In a list of optimizers: the scheduler of this one alone, in place of the job's `scheduler`."""
-
-    @model_validator(mode="after")
-    def _is_a_pattern(self) -> "MatchedOptimizer":
-        if self.match is not None:
-            _check_pattern(self.match)
-        return self
 
 
 def _each_optimizer(value: Any) -> Any:

@@ -270,7 +270,7 @@ PLATEAU = {"target": "torch.optim.lr_scheduler:ReduceLROnPlateau"}
         (MUON_AND_ADAMW[::-1], r"optimizer\.0\.match: is missing, so no parameter is left to those that follow"),
         (
             [{**MUON_AND_ADAMW[0], "match": "("}, MUON_AND_ADAMW[1]],
-            r"optimizer\.0: match must be a regular expression",
+            r"optimizer\.0\.match: must be a regular expression, got",
         ),
         (
             [{**MUON_AND_ADAMW[0], "match": "^0"}, MUON_AND_ADAMW[1]],

@@ -226,7 +226,7 @@ class SampleReader:
             items = many(list(indices))
         if isinstance(items, list | tuple) and len(items) == len(indices):
             return items  # type: ignore[return-value]
-        got = f"{len(items)} items" if isinstance(items, list | tuple) else f"{a_kind(items)}"
+        got = f"{len(items)} items" if isinstance(items, list | tuple) else a_kind(items)
         must = "it must give a list of one item for each"
         raise DataError(f"{self.name}'s __getitems__ gave {got} for {samples}: {must}")
 

@@ -137,7 +137,7 @@ def _take(given: Any, parameter: nn.Parameter, what: str) -> None:
         return
     if not isinstance(given, torch.Tensor) or (given.shape, given.dtype) != (parameter.shape, parameter.dtype):
         is_tensor = isinstance(given, torch.Tensor)
-        got = f"a {given.dtype} of size {list(given.shape)}" if is_tensor else f"{a_kind(given)}"
+        got = f"a {given.dtype} of size {list(given.shape)}" if is_tensor else a_kind(given)
         raise ModelError(f"{what} returned {got}, not None or a {parameter.dtype} of size {list(parameter.shape)}")
     is_dense = given.layout is torch.strided
     # A sparse one is as sums over workers are: its numbers can be changed in place.
