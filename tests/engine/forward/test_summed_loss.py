@@ -399,11 +399,17 @@ def test_a_loops_wrong_call_is_told(tmp_path: Path, call: dict[str, Any], says: 
 SOURCES = (("a", 24), ("b", 24))
 
 
-def test_the_loss_of_each_source_is_a_sum_by_rows(tmp_path: Path) -> None:
-    """So they are parts of the epoch's, as the rows of the sources are."""
+def by_class(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Three numbers for each row."""
+    return (outputs - F.one_hot(target, outputs.shape[1])).square()
+
+
+@pytest.mark.parametrize("loss", [SUM, {"target": f"{__name__}:by_class", "reduction": "sum"}])
+def test_the_loss_of_each_source_is_a_sum_by_rows(tmp_path: Path, loss: Any) -> None:
+    """So they are parts of the epoch's, as the rows of the sources are, whatever a loss has for each row."""
     parts = {name: {"target": "tests.support.training:Pairs", "args": {"length": size}} for name, size in SOURCES}
     mix = {"target": "dp_ray.data:Mix", "args": {"sources": parts, "weights": {"a": "1/2", "b": "1/2"}}}
-    run_group(job_of("mlp", mix, workers=2, **{**KEYS, "epochs": 1}), tmp_path)
+    run_group(job_of("mlp", mix, workers=2, **{**KEYS, "loss": loss, "epochs": 1}), tmp_path)
     for row in history_of(tmp_path):
         of_sources = sum(row[f"loss_of_{name}"] * row[f"rows_of_{name}"] for name, _ in SOURCES)
         assert of_sources == pytest.approx(row["loss"], rel=1e-6)
