@@ -235,6 +235,7 @@ def test_what_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
         Tokens(tmp_path)[0]
 
 
+@pytest.mark.filterwarnings("ignore:Data type alias 'a':DeprecationWarning")  # of numpy, where a bit makes it of 'u'
 @pytest.mark.full(but=["sequences"])
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=examples(60), deadline=None)

@@ -1,0 +1,113 @@
+"""Ray's own gate `torch_mnist_cpu`: an MLP, SGD, batches of 64, 4 epochs with a validation each, on 2 workers.
+
+Both sides of Ray's gate stand in its `torch_benchmark.py` and are run from there: `train_func` under torchrun, and
+under TorchTrainer. Neither cuts the rows: each worker reads all of them, 32 at a time. So dp_ray's dataset has each
+32 rows twice, and all sides make the same steps. The images are made: 16,000 for training, 3,200 for validation.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from benchmarks.cluster import scratch
+from benchmarks.compare import at_most
+from benchmarks.peers.needed import environment, script
+from benchmarks.peers.sides import in_turns, rows, timed
+from benchmarks.start import ROOT
+from benchmarks.table import Row
+
+SCRIPT = "release/air_tests/air_benchmarks/workloads/torch_benchmark.py"
+RAY = ("ray-project/ray", "0560c37609252773dba8bb2d92a94c69e9550707", SCRIPT)
+DATA = Path("/tmp/data_fashion_mnist")  # where the script looks
+BATCH, EPOCHS, RATE = 64, 4, 1e-3
+CONFIG = {"lr": RATE, "batch_size": BATCH, "epochs": EPOCHS}
+UNDER_DDP = f"""
+import torch.distributed, torch_benchmark
+torch.distributed.init_process_group("gloo")
+torch_benchmark.train_func(use_ray=False, config={CONFIG})
+torch.distributed.destroy_process_group()
+"""
+UNDER_RAY = f"import torch_benchmark; torch_benchmark.train_torch_ray_air(config={CONFIG}, num_workers=2)"
+JOB: dict[str, Any] = {
+    "task": "train",
+    "model": "torch_benchmark:NeuralNetwork",
+    "dataset": {"target": "benchmarks.peers.gate:Twice", "args": {"train": True}},
+    "loss": "torch.nn:CrossEntropyLoss",
+    "optimizer": {"target": "torch.optim:SGD", "args": {"lr": RATE}},
+    "batch_size": BATCH,
+    "epochs": EPOCHS,
+    "metrics": {"accuracy": "benchmarks.peers.gate:accuracy"},
+    "eval": {"dataset": {"target": "benchmarks.peers.gate:Twice", "args": {"train": False}}},
+    "workers": 2,
+}
+
+
+class Twice(Dataset[Any]):
+    """The images, as the script reads them, each 32 twice: what two of its workers read together."""
+
+    def __init__(self, train: bool) -> None:
+        from torchvision.datasets import FashionMNIST
+        from torchvision.transforms import ToTensor
+
+        self.images = FashionMNIST(root=str(DATA), train=train, transform=ToTensor())
+
+    def __len__(self) -> int:
+        return 2 * len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        batch, row = divmod(index, BATCH)
+        return self.images[batch * BATCH // 2 + row % (BATCH // 2)]
+
+
+def accuracy(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """1 for a row whose class is right, else 0."""
+    return (outputs.argmax(1) == target).float()
+
+
+def measure() -> Iterator[Row]:
+    python, folder = environment("vision", "torchvision==0.28.0"), script(*RAY).parent
+    make_data()
+    with scratch() as runs:
+        script_of_ddp, job = Path(runs, "under_ddp.py"), Path(runs, "gate.json")
+        script_of_ddp.write_text(UNDER_DDP)
+        job.write_text(json.dumps({**JOB, "storage": str(runs)}))
+        torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script_of_ddp)
+        run = partial(timed, cwd=ROOT, PYTHONPATH=f"{folder}:{ROOT}")
+        sides = {
+            "dp_ray": partial(run, [python, "-m", "dp_ray", "run", job, "--quiet", "--overwrite"]),
+            "torchrun": partial(run, torchrun),
+            "TorchTrainer": partial(run, [python, "-c", UNDER_RAY]),
+        }
+        found = in_turns(sides)
+    what = "peers: Ray's torch_mnist_cpu, 2 workers"
+    limits = {"torchrun": at_most(1.1), "TorchTrainer": at_most(1.1)}
+    yield from rows(f"{what}: a step", found, lambda of: of.step, limits)
+    yield from rows(
+        f"{what}: from the first step to the last, with validations", found, lambda of: of.stepping, limits
+    )
+    yield from rows(f"{what}: the whole command", found, lambda of: of.whole, {"TorchTrainer": at_most(1.0, "ahead")})
+    yield from rows(
+        f"{what}: until the first step", found, lambda of: of.start, {"TorchTrainer": at_most(1.0, "ahead")}
+    )
+
+
+def make_data() -> None:
+    """The files of FashionMNIST, with images that are drawn."""
+    made = torch.Generator().manual_seed(0)
+    folder = DATA / "FashionMNIST" / "raw"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train", 16_000), ("t10k", 3_200)):
+        images = torch.randint(256, (count, 28, 28), generator=made, dtype=torch.uint8)
+        classes = torch.randint(10, (count,), generator=made, dtype=torch.uint8)
+        folder.joinpath(f"{name}-images-idx3-ubyte").write_bytes(
+            struct.pack(">4i", 2051, *images.shape) + images.numpy().tobytes()
+        )
+        folder.joinpath(f"{name}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">2i", 2049, count) + classes.numpy().tobytes()
+        )
