@@ -3,10 +3,13 @@
 One process, batches of 32, three layers, clipping on. Each library takes turns with the bare loop every few steps,
 in the same process. accelerate and Lightning Fabric do less in a step: dp_ray also seeds it, votes, checks that no
 forward writes what it may not, keeps the history, the shapes and the times of its parts. Fabric has a row where it is
-installed.
+installed. The last rows are what a user pays: the CPU time of whole processes, with all their threads, of which each
+runs one library, with dp_ray's as `workers: 0` runs by default.
 """
 
+import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,8 +23,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import dp_ray
+from benchmarks.cluster import scratch
 from benchmarks.compare import at_most, compared
-from benchmarks.measure import in_processes
+from benchmarks.measure import in_process, in_processes
 from benchmarks.table import Row, time_text
 from benchmarks.training import as_a_worker, ours
 from benchmarks.turns import take_turns
@@ -39,6 +44,7 @@ ROWS, BATCH, WIDTH = 3200, 32, 64
 BLOCK, WARM, TURNS = 50, 4, 60  # steps in a turn; turns that are not measured, and that are
 STEPS = BLOCK * (WARM + TURNS) + 1
 EPOCHS = -(-STEPS * BATCH // ROWS)
+FEW, MANY, WHOLES = 1_000, 5_000, 3  # steps of whole processes, and how many of each there are
 CLIP, RATE = 1.0, 1e-3
 KEYS: dict[str, Any] = {
     "model": {"target": "benchmarks.tax:three_layers"},
@@ -55,13 +61,13 @@ KEYS: dict[str, Any] = {
 class Rows(Dataset[Any]):
     """Rows of normal numbers and a class of 10."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = ROWS) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(ROWS, WIDTH, generator=generator)
-        self.targets = torch.randint(10, (ROWS,), generator=generator)
+        self.inputs = torch.randn(rows, WIDTH, generator=generator)
+        self.targets = torch.randint(10, (rows,), generator=generator)
 
     def __len__(self) -> int:
-        return ROWS
+        return len(self.inputs)
 
     def __getitem__(self, index: int) -> Any:
         return self.inputs[index], self.targets[index]
@@ -71,18 +77,18 @@ def three_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def bare(control: StepControl) -> None:
+def bare(control: StepControl, rows: int = ROWS, steps: int = STEPS) -> None:
     """The loop of torch's tutorials."""
-    _loop(control, *_parts(), torch.Tensor.backward, nn.utils.clip_grad_norm_)
+    _loop(control, steps, *_parts(rows), torch.Tensor.backward, nn.utils.clip_grad_norm_)
 
 
-def accelerated(control: StepControl) -> None:
+def accelerated(control: StepControl, rows: int = ROWS, steps: int = STEPS) -> None:
     """accelerate's loop, as its documentation shows it."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = accelerator.prepare(*_parts())
-    _loop(control, model, optimizer, loader, accelerator.backward, accelerator.clip_grad_norm_)
+    model, optimizer, loader = accelerator.prepare(*_parts(rows))
+    _loop(control, steps, model, optimizer, loader, accelerator.backward, accelerator.clip_grad_norm_)
 
 
 def fabric(control: StepControl) -> None:
@@ -90,24 +96,25 @@ def fabric(control: StepControl) -> None:
     from lightning_fabric import Fabric
 
     lightning = Fabric(accelerator="cpu", devices=1)
-    plain_model, plain_optimizer, plain_loader = _parts()
+    plain_model, plain_optimizer, plain_loader = _parts(ROWS)
     model, optimizer = lightning.setup(plain_model, plain_optimizer)
     loader = lightning.setup_dataloaders(plain_loader)
 
     def clip(_: Any, most: float) -> None:
         lightning.clip_gradients(model, optimizer, max_norm=most)
 
-    _loop(control, model, optimizer, loader, lightning.backward, clip)
+    _loop(control, STEPS, model, optimizer, loader, lightning.backward, clip)
 
 
-def _parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def _parts(rows: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = three_layers()
-    return model, torch.optim.AdamW(model.parameters(), lr=RATE), DataLoader(Rows(), BATCH, shuffle=True)
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE), DataLoader(Rows(rows), BATCH, shuffle=True)
 
 
 def _loop(
     control: StepControl,
+    steps: int,
     model: Any,
     optimizer: Any,
     loader: Any,
@@ -115,9 +122,9 @@ def _loop(
     clip: Callable[[Any, float], object],
 ) -> None:
     loss, step = nn.CrossEntropyLoss(), 0
-    for _ in range(EPOCHS):
+    while True:
         for inputs, targets in loader:
-            if step == STEPS:
+            if step == steps:
                 return
             control.before(step)
             optimizer.zero_grad()
@@ -197,3 +204,32 @@ def measure() -> Iterator[Row]:
     for name in names[1:]:
         pairs = list(zip(rounds["dp_ray"], rounds[name], strict=True))
         yield compared(what, pairs, time_text, name, at_most(1.2))
+    whole = {name: [_added(name) for _ in range(WHOLES)] for name in ("bare", "dp_ray", "accelerate")}
+    what = f"tax: CPU time that a step adds to a whole process, of {MANY:,} steps less {FEW:,}, all threads"
+    found = zip(*(whole[name] for name in ("dp_ray", "accelerate", "bare")), strict=True)
+    yield compared(
+        what, [(ours - none, theirs - none) for ours, theirs, none in found], time_text, "accelerate", at_most(1.2)
+    )
+
+
+def _added(name: str) -> float:
+    """Seconds of CPU time by which a step makes a process of this library longer."""
+    few, many = (in_process("benchmarks.tax", name, steps) for steps in (FEW, MANY))
+    return float(many - few) / (MANY - FEW)
+
+
+def alone(name: str, steps: int) -> None:
+    """Be a process that runs a library alone, in one epoch of so many steps; print its seconds of CPU time."""
+    as_a_worker()
+    if name == "dp_ray":
+        dataset = {"target": "benchmarks.tax:Rows", "args": {"rows": steps * BATCH}}
+        given = {**KEYS, "dataset": dataset, "epochs": 1, "max_steps": None, "checkpoint": {}, "task": "train"}
+        with scratch() as folder:
+            dp_ray.run(**given, loss=nn.CrossEntropyLoss, shuffle=True, workers=0, storage=str(folder), verbose=False)
+    else:
+        {"bare": bare, "accelerate": accelerated}[name](StepControl(), steps * BATCH, steps)
+    print(json.dumps(time.process_time()))
+
+
+if __name__ == "__main__":
+    alone(sys.argv[1], int(sys.argv[2]))

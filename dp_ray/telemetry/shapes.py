@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
         ("milliseconds", pa.float32()),
     ]
 )
+REPORT_SECONDS = 0.5  # as often as a worker beats: what a message costs, the channel and the driver pay
 REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
 
 
@@ -229,7 +230,7 @@ def shape_table(world: World, shards: Sequence[tuple[int, int, Sizes, float]]) -
 
 def report_interval(world_size: int) -> float:
     """Return the seconds between two reports of a worker: they grow with the workers, who share one driver."""
-    return max(0.1, world_size / REPORTS_A_SECOND)
+    return max(REPORT_SECONDS, world_size / REPORTS_A_SECOND)
 
 
 def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[str]:

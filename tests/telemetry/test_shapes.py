@@ -458,7 +458,7 @@ def test_recording_beside_the_background_thread_loses_nothing() -> None:
     assert through == sorted(through) and through[-1] == 2999
 
 
-@pytest.mark.parametrize(("workers", "seconds"), [(1, 0.1), (8, 0.1), (100, 0.1), (4096, 4.096)])
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 0.5), (8, 0.5), (100, 0.5), (4096, 4.096)])
 def test_all_workers_together_send_at_most_a_thousand_reports_a_second(workers: int, seconds: float) -> None:
     assert report_interval(workers) == seconds
     assert workers / seconds <= 1000
