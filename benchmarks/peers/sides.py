@@ -7,15 +7,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from benchmarks.compare import Goal, Pairs, compared
 from benchmarks.table import Row, time_text
 
 STAMPS = Path(__file__).with_name("stamps")
 ROUNDS = 3
+
+
+class Stamp(NamedTuple):
+    """When a step ended, by `time.time`, and a checksum of the weights after it, 0 unless BITS is set."""
+
+    at: float
+    bits: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,7 @@ class Timed:
     whole: float
     steps: Sequence[float]  # when each ended, in seconds since the command began
     output: str
+    processes: Mapping[int, Sequence[Stamp]] = field(default_factory=dict)  # all steps, by pid
 
     @property
     def start(self) -> float:
@@ -48,13 +57,11 @@ def timed(command: Sequence[object], cwd: Path | None = None, **variables: str) 
     Steps are seen in each process of Python that it starts.
     """
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables, "STAMPS": folder}
-        environment["PYTHONPATH"] = os.pathsep.join([str(STAMPS), *filter(None, [environment.get("PYTHONPATH")])])
         began = time.time()
         done = subprocess.run(
             [str(word) for word in command],
             cwd=cwd,
-            env=environment,
+            env=stamped(folder, **variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -63,9 +70,22 @@ def timed(command: Sequence[object], cwd: Path | None = None, **variables: str) 
         whole = time.time() - began
         if done.returncode:
             sys.exit(f"{' '.join(map(str, command))}:\n{done.stdout[-4000:]}")
-        written = [path.read_bytes() for path in Path(folder).iterdir()]
-        stamps = [[at - began for (at,) in struct.iter_unpack("d", of)] for of in written]
-    return Timed(whole, max(stamps, key=len, default=[]), done.stdout)
+        processes = stamps_in(folder)
+    most = max(processes.values(), key=len, default=[])
+    return Timed(whole, [stamp.at - began for stamp in most], done.stdout, processes)
+
+
+def stamped(folder: str | Path, **variables: str) -> dict[str, str]:
+    """The environment of a command whose processes keep the times of their steps in this folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables, "STAMPS": str(folder)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(STAMPS), *filter(None, [environment.get("PYTHONPATH")])])
+    return environment
+
+
+def stamps_in(folder: str | Path) -> dict[int, list[Stamp]]:
+    """What each process has kept there so far, by its pid."""
+    files = {int(path.name): path.read_bytes() for path in Path(folder).iterdir()}
+    return {pid: [Stamp(*each) for each in struct.iter_unpack("dI", kept)] for pid, kept in files.items()}
 
 
 def in_turns(sides: Mapping[str, Callable[[], Timed]], rounds: int = ROUNDS) -> dict[str, list[Timed]]:
