@@ -20,7 +20,7 @@ ROUNDS = 3
 
 
 class Stamp(NamedTuple):
-    """When a step ended, by `time.time`, and a checksum of the weights after it, 0 unless BITS is set."""
+    """When a step ended, by `time.time`, and a checksum of the weights after each so many as BITS says, else 0."""
 
     at: float
     bits: int
