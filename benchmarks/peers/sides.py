@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -43,7 +44,7 @@ class Timed:
     @property
     def step(self) -> float:
         """The median time between a step and the next one."""
-        return median(after - before for before, after in zip(self.steps, self.steps[1:], strict=False))
+        return median(after - before for before, after in pairwise(self.steps))
 
     @property
     def stepping(self) -> float:
@@ -86,6 +87,28 @@ def stamps_in(folder: str | Path) -> dict[int, list[Stamp]]:
     """What each process has kept there so far, by its pid."""
     files = {int(path.name): path.read_bytes() for path in Path(folder).iterdir()}
     return {pid: [Stamp(*each) for each in struct.iter_unpack("dI", kept)] for pid, kept in files.items()}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: until all have made a step, of a step before a kill, and from it until all others have made one."""
+
+    start: float
+    step: float
+    lost: float
+
+
+def times_of(stamps: Mapping[int, Sequence[Stamp]], began: float, killed: float, steady: slice) -> Times:
+    """What a kill cost the processes that were there before; it was the last of them. `steady` are usual steps."""
+    steps = [[stamp.at for stamp in kept] for _, kept in sorted(stamps.items()) if kept[0].at < killed]
+    usual = median(after - before for before, after in pairwise(steps[0][steady]))
+
+    def resumed(times: list[float]) -> float:
+        # The step in flight may be finished after the kill: of the steps around it, the one that takes longest waits.
+        around = [pair for pair in pairwise(times) if killed < pair[1] and pair[0] < killed + 2 * usual]
+        return max(around, key=lambda pair: pair[1] - pair[0])[1]
+
+    return Times(max(times[0] for times in steps) - began, usual, max(map(resumed, steps[:-1])) - killed)
 
 
 def in_turns(sides: Mapping[str, Callable[[], Timed]], rounds: int = ROUNDS) -> dict[str, list[Timed]]:

@@ -8,12 +8,10 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from tempfile import mkdtemp
 
 import dp_ray
@@ -22,7 +20,7 @@ from benchmarks.compare import at_most, compared
 from benchmarks.faults import MOST_SECONDS, come_to, kill_one
 from benchmarks.peers.cifar import make
 from benchmarks.peers.needed import environment, script
-from benchmarks.peers.sides import ROUNDS, Stamp, stamped, stamps_in
+from benchmarks.peers.sides import ROUNDS, Times, stamped, stamps_in, times_of
 from benchmarks.start import ROOT
 from benchmarks.table import Row, time_text
 from benchmarks.train import free_port
@@ -33,8 +31,8 @@ SCRIPT = ("meta-pytorch/torchft", "7eb7087885f7ffaf51148a9df3289d73b8709fbd", "t
 TRACES = (Path("/tmp/trace_16.json"), Path("/tmp/trace_32.json"))  # that it leaves
 THEIR_LAYER, LAYER = "1_000_000_000", 100_000_000  # bytes
 BATCH, WORKERS = 64, 3  # samples of each replica
-PROFILED = 33  # first steps, in some of which it profiles itself
 BEFORE, AFTER = 45, 55  # steps of each process until one is killed, and of the others from then on
+STEADY = slice(33, BEFORE)  # in some of its first steps it profiles itself
 STARTS, HEALS = "Creating LighthouseClient", "fetching checkpoint from"  # what its replicas log
 SAME = "an undisturbed run's bits"
 WHAT = "peers: torchft's train_ddp.py, 3 workers, one killed"
@@ -44,16 +42,6 @@ SECONDS = {
     "lost": "to the next step of the others",
 }
 SAMPLES = {"samples": "samples lost", "again": "samples read twice"}
-Stamps = Mapping[int, Sequence[Stamp]]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds: until all have made a step, of a step before the kill, and from it until all others have made one."""
-
-    start: float
-    step: float
-    lost: float
 
 
 @dataclass(frozen=True)
@@ -85,19 +73,6 @@ def measure() -> Iterator[Row]:
     yield Row(f"{WHAT}: weights after", told, f"{weights} torchft", "", SAME, told == SAME)
 
 
-def times_of(stamps: Stamps, began: float, killed: float) -> Times:
-    """The figures of the processes that were there before the kill; the last of them is the one that was killed."""
-    first = {pid: steps for pid, steps in sorted(stamps.items()) if steps[0].at < killed}
-    steps = [[stamp.at for stamp in kept] for kept in first.values()]
-    usual = median(end - start for start, end in pairwise(steps[0][PROFILED:BEFORE]))
-    # The step in flight may have been finished after the kill; the one that waited is the longest near it.
-    near = [
-        [(a, b) for a, b in pairwise(kept) if killed - usual < b and a < killed + 2 * usual] for kept in steps[:-1]
-    ]
-    ends = [max(gaps, key=lambda gap: gap[1] - gap[0])[1] for gaps in near]
-    return Times(max(kept[0] for kept in steps) - began, usual, max(ends) - killed)
-
-
 def _kill_one(stamps: Path) -> float:
     """Kill the last process once all have made their steps; when that was."""
     come_to(lambda: sum(len(kept) >= BEFORE for kept in stamps_in(stamps).values()) == WORKERS)
@@ -115,7 +90,9 @@ def _ours(python: Path, folder: Path, undisturbed: str | None) -> Killed:
     again = interruption["step"] - interruption["resumed_step"]
     samples = BATCH * WORKERS * (BEFORE + AFTER - len(result.history))
     weights = SAME if result.weights_sha256 == undisturbed else "others"
-    return Killed(**vars(times_of(stamps_in(stamps), began, killed)), samples=samples, again=again, weights=weights)
+    return Killed(
+        **vars(times_of(stamps_in(stamps), began, killed, STEADY)), samples=samples, again=again, weights=weights
+    )
 
 
 def _dp_ray(python: Path, folder: Path, stamps: Path) -> subprocess.Popen[bytes]:
@@ -178,7 +155,7 @@ def _theirs(python: Path, folder: Path, **variables: str) -> Killed:
     again = sum(stamp.at < killed for stamp in found[sorted(found)[WORKERS - 1]])  # it begins its share anew
     bits = [{stamp.bits for stamp in kept[-4:-1]} for kept in found.values() if kept[-1].at > killed]
     weights = "the same on all" if set.intersection(*bits) else "others on each"
-    times = vars(times_of(found, began, killed))
+    times = vars(times_of(found, began, killed, STEADY))
     return Killed(**times, samples=BATCH * (in_flight + dropped), again=BATCH * again, weights=weights)
 
 
