@@ -1,8 +1,8 @@
 """torchft's example, `train_ddp.py`, one of three replicas killed: against dp_ray's survivors on the same work.
 
-Its model has a layer of 1 GB, of no use but to take long. It has 40 MB here, on both sides: three replicas of some 7 GB
-do not fit. Their launcher starts the killed one again, as dp_ray does. The nightly package, which their README names,
-since with torchft 0.2.0 a kill within an all-reduce also ends the others, by an assertion in its hook of DDP.
+Its model has a layer of 1 GB, of no use but to take long. It has 40 MB here, on both sides: three replicas of some
+7 GB do not fit. Their launcher starts the killed one again, as dp_ray does. The package is the nightly one, as in their
+README: with torchft 0.2.0 a kill within an all-reduce ends the others too, by an assertion in its hook of DDP.
 """
 
 import json
@@ -84,16 +84,15 @@ def _kill_one(stamps: Path) -> float:
 
 def _ours(python: Path, folder: Path, undisturbed: str | None) -> Killed:
     stamps, began = Path(mkdtemp(dir=folder)), time.time()
-    with _dp_ray(python, folder, stamps) as training:
-        killed = _kill_one(stamps)
+    training = _dp_ray(python, folder, stamps)
+    killed = _kill_one(stamps)
     result = _result(training, stamps)
     (interruption,) = result.interruptions
-    again = interruption["step"] - interruption["resumed_step"]
+    again = BATCH * WORKERS * (interruption["step"] - interruption["resumed_step"])
     samples = BATCH * WORKERS * (BEFORE + AFTER - len(result.history))
     weights = SAME if result.weights_sha256 == undisturbed else "others"
-    return Killed(
-        **vars(times_of(stamps_in(stamps), began, killed, STEADY)), samples=samples, again=again, weights=weights
-    )
+    times = vars(times_of(stamps_in(stamps), began, killed, STEADY))
+    return Killed(**times, samples=samples, again=again, weights=weights)
 
 
 def _dp_ray(python: Path, folder: Path, stamps: Path) -> subprocess.Popen[bytes]:
@@ -150,7 +149,7 @@ def _theirs(python: Path, folder: Path, **variables: str) -> Killed:
         trace.unlink(missing_ok=True)
     found = stamps_in(stamps)
     texts = [(log.read_text()[:size], log.read_text()[size:]) for log, size in zip(logs, sizes, strict=True)]
-    lives = next(before for before, after in texts if STARTS in after)  # the killed one's, until then
+    (lives,) = (before for before, after in texts if STARTS in after)  # the killed one's, until then
     in_flight = lives.count("Start quorum") - lives.count("should_commit=True enough")
     dropped = sum(after.count("should_commit=False enough") + after.count(HEALS) for _, after in texts)
     again = sum(stamp.at < killed for stamp in found[sorted(found)[WORKERS - 1]])  # it begins its share anew
@@ -161,5 +160,8 @@ def _theirs(python: Path, folder: Path, **variables: str) -> Killed:
 
 
 def _result(training: subprocess.Popen[bytes], stamps: Path) -> dp_ray.Result:
-    assert training.wait(MOST_SECONDS) == 0
+    try:
+        assert training.wait(MOST_SECONDS) == 0
+    finally:
+        training.terminate()
     return dp_ray.load(stamps.parent / "runs" / stamps.name)
