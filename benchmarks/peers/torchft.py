@@ -1,8 +1,8 @@
 """torchft's example, `train_ddp.py`, one of three replicas killed: against dp_ray's survivors on the same work.
 
 Its model has a layer of 1 GB, of no use but to take long. It has 40 MB here, on both sides: three replicas of some
-7 GB do not fit. Their launcher starts the killed one again, as dp_ray does. The package is the nightly one, as in their
-README: with torchft 0.2.0 a kill within an all-reduce ends the others too, by an assertion in its hook of DDP.
+7 GB do not fit. Their launcher starts the killed one again, as dp_ray does. The package is its nightly one, as their
+README has it: with torchft 0.2.0 a kill within an all-reduce ends the others too, by an assertion in its DDP.
 """
 
 import json
