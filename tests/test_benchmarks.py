@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,17 +128,27 @@ def test_the_cases_of_a_gpu_run_on_the_cpu() -> None:
         assert len({(row.what, row.against.split(" rows/s ")[1]) for row in rows}) == len(rows)
 
 
-def test_each_step_is_kept_with_its_time_and_every_second_one_with_its_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def stamps() -> Any:
     spec = spec_from_file_location("stamps", STAMPS / "sitecustomize.py")
     assert spec and spec.loader
-    stamps = module_from_spec(spec)
-    spec.loader.exec_module(stamps)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_process_may_look_for_torchvision_several_times(stamps: Any) -> None:
+    for _ in range(2):
+        assert stamps.AtImport().find_spec("torchvision") is None
+
+
+def test_each_step_is_kept_with_its_time_and_every_second_one_with_its_bits(
+    stamps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STAMPS", str(tmp_path))
     monkeypatch.setenv("BITS", "2")
     weight = torch.zeros(2, 3).t().requires_grad_()  # not contiguous
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer, other = (SimpleNamespace(param_groups=[{"params": [each]}]) for each in (weight, torch.zeros(3, 2)))
     began = time.time()
     for _ in range(4):
         stamps.keep(optimizer)
@@ -144,7 +156,7 @@ def test_each_step_is_kept_with_its_time_and_every_second_one_with_its_bits(
             weight.mul_(-1)  # to -0.0, and back: other bits of an equal number
     (kept,) = stamps_in(tmp_path).values()
     assert [stamp.bits != 0 for stamp in kept] == [False, True, False, True]
-    assert kept[1].bits == kept[3].bits != stamps.bits(torch.optim.SGD([torch.zeros(3, 2)]))
+    assert kept[1].bits == kept[3].bits != stamps.bits(other)
     assert began <= kept[0].at <= kept[3].at <= time.time()
 
 

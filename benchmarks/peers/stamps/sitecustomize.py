@@ -55,7 +55,7 @@ class AtImport:
     """Acts when a process imports one of two modules; most never do."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name == "torchvision":
+        if name == "torchvision" and not OPERATORS:  # some ask again and again if it is there
             name_operators()
         if name != "torch.optim.optimizer":
             return None
