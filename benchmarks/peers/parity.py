@@ -103,9 +103,9 @@ def _fabric(python: Path, tests: Path, name: str, test: list[str], workers: int,
             "--overwrite",
             "--quiet",
         ]
-        found = in_turns({"dp_ray": partial(timed, line, ROOT, **given), "theirs": theirs})
+        found = in_turns({"dp_ray": partial(timed, line, ROOT, **given), "Fabric": theirs})
     what = f"peers: Fabric's parity test, {name}"
-    ours, fabric, torchs = (_steps(found, *which) for which in (("dp_ray", 0), ("theirs", 0), ("theirs", STEPS)))
+    ours, fabric, torchs = (_steps(found, *which) for which in (("dp_ray", 0), ("Fabric", 0), ("Fabric", STEPS)))
     same = [{bits for _, bits in side} for side in (ours, fabric, torchs)]
     told = [f"{'torch' if side == same[2] and len(side) == 1 else 'OTHER'}'s bits" for side in same]
     yield Row(f"{what}: weights", told[0], f"{told[1]} Fabric", "", "torch's bits", same[0] == same[2])
@@ -113,7 +113,7 @@ def _fabric(python: Path, tests: Path, name: str, test: list[str], workers: int,
     against = f"{_text(spread[1])} torch; {_text(spread[2])} Fabric"
     overlap = spread[0].lower <= spread[1].upper
     yield Row(f"{what}: a step", _text(spread[0]), against, "", "quartiles overlap with torch's, or below", overlap)
-    yield from rows(f"{what}: start", found, lambda side: side.start, {"theirs": at_most(1.0, "ahead")})
+    yield from rows(f"{what}: start", found, lambda side: side.start, {"Fabric": at_most(1.0, "ahead")})
 
 
 def _steps(found: dict[str, list[Timed]], side: str, first: int) -> list[tuple[Sequence[float], int]]:
