@@ -8,6 +8,7 @@ README has it: with torchft 0.2.0 a kill within an all-reduce ends the others to
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -62,7 +63,10 @@ def measure() -> Iterator[Row]:
         (folder / SCRIPT[2]).write_text(theirs.replace(THEIR_LAYER, str(LAYER)))
         calm = Path(mkdtemp(dir=folder))
         undisturbed = _result(_dp_ray(python, folder, calm), calm).weights_sha256
-        found = [(_ours(python, folder, undisturbed), _theirs(python, folder)) for _ in range(ROUNDS)]
+        found = []
+        for _ in range(ROUNDS):
+            found.append((_ours(python, folder, undisturbed), _theirs(python, folder)))
+            print(*found[-1], sep="\n", file=sys.stderr, flush=True)  # a round takes a minute
         weights = _theirs(python, folder, BITS="1").weights  # not in the rounds: it takes time
     for name, what in SECONDS.items():
         pairs = [(getattr(ours, name), getattr(other, name)) for ours, other in found]
