@@ -3,6 +3,10 @@
 import time
 from dataclasses import replace
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks import gpu
 from benchmarks.compare import AHEAD, Goal, Quartiles, at_least, at_most, compared, in_rounds, quartiles
+from benchmarks.peers.sides import STAMPS, Stamp, stamps_in, times_of
 from benchmarks.table import line, ratio_text
 from benchmarks.turns import take_turns
 from dp_ray.messages import StepControl
@@ -121,3 +126,49 @@ def test_the_cases_of_a_gpu_run_on_the_cpu() -> None:
         rows = list(gpu.measure(part, torch.device("cpu"), quick))
         assert len(rows) == cases * len(gpu.peers(part))
         assert len({(row.what, row.against.split(" rows/s ")[1]) for row in rows}) == len(rows)
+
+
+@pytest.fixture
+def stamps() -> Any:
+    spec = spec_from_file_location("stamps", STAMPS / "sitecustomize.py")
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_process_may_look_for_torchvision_several_times(stamps: Any) -> None:
+    for _ in range(2):
+        assert stamps.AtImport().find_spec("torchvision") is None
+
+
+def test_each_step_is_kept_with_its_time_and_every_second_one_with_its_bits(
+    stamps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAMPS", str(tmp_path))
+    monkeypatch.setenv("BITS", "2")
+    weight = torch.zeros(2, 3).t().requires_grad_()  # not contiguous
+    optimizer, other = (SimpleNamespace(param_groups=[{"params": [each]}]) for each in (weight, torch.zeros(3, 2)))
+    began = time.time()
+    for _ in range(4):
+        stamps.keep(optimizer)
+        with torch.no_grad():
+            weight.mul_(-1)  # to -0.0, and back: other bits of an equal number
+    (kept,) = stamps_in(tmp_path).values()
+    assert [stamp.bits != 0 for stamp in kept] == [False, True, False, True]
+    assert kept[1].bits == kept[3].bits != stamps.bits(other)
+    assert began <= kept[0].at <= kept[3].at <= time.time()
+
+
+@pytest.mark.parametrize("in_flight", [10.3, 10.9])
+def test_what_a_kill_costs_is_the_step_that_waits_for_it(in_flight: float) -> None:
+    """The step in flight may be finished or not; a later pause, as another process joins, is not the kill's."""
+
+    def kept(*times: float) -> list[Stamp]:
+        return [Stamp(time, 0) for time in times]
+
+    steady = [6.0, 7.0, 8.0, 9.0]
+    others = [kept(*steady, in_flight, first, first + 1, first + 9) for first in (13.0, 13.2)]
+    stamps = {3: others[0], 5: others[1], 7: kept(*steady, 10.1), 8: kept(23.0, 24.0)}
+    found = times_of(stamps, began=1.0, killed=10.2, steady=slice(0, 4))
+    assert [found.start, found.step, found.lost] == pytest.approx([5.0, 1.0, 3.0])

@@ -11,7 +11,7 @@ from importlib import import_module
 from benchmarks.peers.needed import NotHere
 from benchmarks.table import Row
 
-ROWS = ("gate",)
+ROWS = ("gate", "torchft", "parity")
 
 
 def measure(only: str = "") -> Iterator[Row]:

@@ -1,7 +1,7 @@
 """What Python imports at its start, of a folder in PYTHONPATH: keeps the time of each step of an optimizer.
 
-Each process that makes a step of `torch.optim` adds its time, 8 bytes, to the file of its pid in the folder STAMPS:
-at once, so that what a killed process did is there.
+Each process that makes a step of `torch.optim` adds its time, and a checksum of the weights after each BITS steps, to
+the file of its pid in the folder STAMPS: at once, so that what a killed process did is there.
 """
 
 import os
@@ -11,16 +11,28 @@ import time
 from importlib import util
 from typing import Any
 
+FORMAT, SIZE = "dI", 12
 FILES: dict[int, int] = {}
 OPERATORS: list[Any] = []  # they are gone with their library
 
 
-def keep(*_: object) -> None:
+def bits(optimizer: Any) -> int:
+    """A checksum of the parameters."""
+    from zlib import crc32
+
+    found = 0
+    for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
+        found = crc32(parameter.detach().contiguous().reshape(-1).numpy(), found)
+    return found
+
+
+def keep(optimizer: Any, *_: object) -> None:
     """Add the time of a step; called after each."""
-    pid = os.getpid()
+    now, pid, every = time.time(), os.getpid(), int(os.environ.get("BITS", 0))
     if pid not in FILES:
         FILES[pid] = os.open(os.path.join(os.environ["STAMPS"], str(pid)), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(FILES[pid], struct.pack("d", time.time()))
+    number = os.fstat(FILES[pid]).st_size // SIZE + 1
+    os.write(FILES[pid], struct.pack(FORMAT, now, bits(optimizer) if every and number % every == 0 else 0))
 
 
 def watch(optimizer: Any) -> None:
@@ -43,7 +55,7 @@ class AtImport:
     """Acts when a process imports one of two modules; most never do."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name == "torchvision":
+        if name == "torchvision" and not OPERATORS:  # some ask again and again if it is there
             name_operators()
         if name != "torch.optim.optimizer":
             return None
