@@ -1,47 +1,100 @@
 """Ray Train, as its guide for PyTorch has it: `prepare_model`, `prepare_data_loader`, a checkpoint for each epoch."""
 
+import tempfile
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import ray
 import ray.train
 import ray.train.torch
-from ray.train import ScalingConfig
+import torch
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 
-from benchmarks.counts.ddp import TOLD as OF_DDP
-from benchmarks.counts.ddp import run_prepared
-from benchmarks.counts.programs import Program, Results
-from benchmarks.counts.side import NO_WAY, Told, run_all
+from benchmarks.counts.ddp import CLASS, Ways, run
+from benchmarks.counts.side import NO_WAY, SETS, Told, run_all
 
 STARTS_WITH = "python"
-GUIDE = "https://docs.ray.io/en/latest/train/getting-started-pytorch.html"
+DOCS = "https://docs.ray.io/en/latest"
+API = f"{DOCS}/train/api/doc/ray.train.torch"
 TOLD = {
-    **{name: told._replace(page=GUIDE) for name, told in OF_DDP.items()},
-    "resume": Told(
-        NO_WAY,
-        "checkpoints are shown between epochs",
-        "https://docs.ray.io/en/latest/train/user-guides/checkpoints.html",
+    "dropout": Told(
+        "by design", "no results are guaranteed to be reproducible", f"{API}.enable_reproducibility.html"
     ),
-    "predictions": Told(NO_WAY, "it sends to Ray Data", "https://docs.ray.io/en/latest/data/batch_inference.html"),
+    "BatchNorm": Told("by design", "the model is DDP's; SyncBatchNorm is for GPUs", f"{API}.prepare_model.html"),
+    "uneven": Told("rows twice", "`DistributedSampler` is put into the loader", f"{API}.prepare_data_loader.html"),
+    "tokens": Told("by design", "the model is DDP's, whose gradient is the mean of the processes' ones", CLASS),
+    "contrastive": Told("by design", "the model is DDP's, whose gradient is the mean of the processes' ones", CLASS),
+    "resume": Told(NO_WAY, "checkpoints are shown between epochs", f"{DOCS}/train/user-guides/checkpoints.html"),
+    "augmentation": Told(
+        "by design", "no results are guaranteed to be reproducible", f"{API}.enable_reproducibility.html"
+    ),
+    "metric": Told("rows twice", "`DistributedSampler` is put into the loader", f"{API}.prepare_data_loader.html"),
+    "predictions": Told(NO_WAY, "a training has none; Ray Data has them", f"{DOCS}/data/batch_inference.html"),
+    "killed": Told(
+        "", "all workers start again, from the latest checkpoint", f"{DOCS}/train/user-guides/fault-tolerance.html"
+    ),
 }
 
 
-def main(folder: Path, count: int) -> None:
-    """Start the workers."""
-    trainer = ray.train.torch.TorchTrainer(
-        train,
-        train_loop_config={"folder": str(folder), "count": count},
-        scaling_config=ScalingConfig(num_workers=count),
-        run_config=ray.train.RunConfig(storage_path=str(folder), name=f"on {count}"),
-    )
-    trainer.fit()
+def main(folder: Path, count: int, of: str) -> None:
+    """Start the workers: once, but for programs that keep each epoch, as a checkpoint is one of a whole training."""
+    ray.init("local", num_cpus=count + 1, log_to_driver=False)
+    for only in SETS[of] if of == "killed" else [None]:
+        name = f"{of}, {only.name if only else 'all'}, on {count}"
+        trainer = ray.train.torch.TorchTrainer(
+            train,
+            train_loop_config={"folder": str(folder), "count": count, "of": of, "only": only and only.name},
+            scaling_config=ScalingConfig(num_workers=count),
+            run_config=RunConfig(
+                storage_path=str(folder), name=name, failure_config=FailureConfig(max_failures=1 if only else 0)
+            ),
+        )
+        trainer.fit()
+    ray.shutdown()
 
 
-def train(config: dict[str, object]) -> None:
+def train(config: dict[str, Any]) -> None:
     """Be one of the workers."""
+    ray.train.torch.enable_reproducibility()
+    torch.set_num_threads(1)
     is_first = ray.train.get_context().get_world_rank() == 0
-    run_all(run, Path(str(config["folder"])), int(str(config["count"])), is_first, TOLD)
+    ways = Ways(
+        ray.train.torch.prepare_model,
+        ray.train.torch.prepare_data_loader,
+        lambda *_: nullcontext(),
+        lambda outputs, target: (outputs, target),
+        load,
+        save,
+    )
+    run_all(
+        partial(run, ways),
+        Path(config["folder"]),
+        config["count"],
+        config["of"],
+        is_first,
+        TOLD,
+        config["only"],
+    )
 
 
-def run(program: Program, kept: Path, leaves: bool) -> Results | None:
-    """What the program ends with, on this worker of several."""
-    prepared, part = ray.train.torch.prepare_model, ray.train.torch.prepare_data_loader
-    return run_prepared(program, kept, leaves, prepared, part)
+def load(kept: Path) -> dict[str, Any] | None:
+    """The latest checkpoint of this training; what another one has kept, from the path that it was given."""
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            kept = Path(folder, "state.pt")
+            state: dict[str, Any] = torch.load(kept)
+            return state
+    return torch.load(kept) if kept.exists() else None
+
+
+def save(state: dict[str, Any], kept: Path) -> None:
+    """Report a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        if ray.train.get_context().get_world_rank() == 0:
+            torch.save(state, Path(folder, "state.pt"))
+            torch.save(state, kept)
+            ray.train.report({}, checkpoint=Checkpoint.from_directory(folder))
+        else:
+            ray.train.report({})
