@@ -30,9 +30,7 @@ TOLD = {
     "augmentation": Told(
         "rounding", "with `dispatch_batches`: one process reads", f"{DOCS}/package_reference/utilities"
     ),
-    "killed": Told(
-        "", "torchrun starts all again, from the state that you load", f"{DOCS}/package_reference/launchers"
-    ),
+    "killed": Told("", "torchrun starts all again, from the state that you load", f"{DOCS}/package_reference/cli"),
 }
 
 

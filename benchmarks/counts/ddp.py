@@ -31,7 +31,7 @@ TOLD = {
         "each process normalises its own rows, and rank 0's statistics are kept; SyncBatchNorm is for GPUs",
         f"{DOCS}/generated/torch.nn.SyncBatchNorm.html",
     ),
-    "uneven": Told("rounding", "with `Join`; `DistributedSampler` would read rows twice, or drop some", JOIN),
+    "uneven": Told("not said", "in `Join` a process whose rows have ended takes no step of the optimizer", JOIN),
     "tokens": Told("by design", "the gradient is the mean of the processes' means, whatever each has", CLASS),
     "contrastive": Told("rounding", "by a deprecated `all_gather`", f"{DOCS}/distributed.html"),
     "resume": Told(NO_WAY, "checkpoints are shown between epochs", FAULTS),

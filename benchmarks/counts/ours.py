@@ -10,7 +10,7 @@ from torchmetrics.classification import MulticlassF1Score
 
 import dp_ray
 from benchmarks.counts import programs, smallest
-from benchmarks.counts.programs import CLASSES, Program, Results
+from benchmarks.counts.programs import BATCH_SIZE, CLASSES, Program, Results
 from benchmarks.counts.side import Told, run_all
 
 STARTS_WITH = "python"
@@ -72,7 +72,7 @@ def main(folder: Path, count: int, of: str) -> None:
 def keys_of(program: Program) -> dict[str, Any]:
     """The job."""
     keys: dict[str, Any] = {"model": program.model, "dataset": program.rows, "batch_size": program.batch_size}
-    keys["shards"] = 6
+    keys["shards"] = 6 if program.batch_size == BATCH_SIZE else 2
     if program.does == "predict":
         return {"task": "predict", **keys}
     if program.does == "metric":

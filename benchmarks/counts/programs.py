@@ -82,8 +82,8 @@ def with_dropout() -> nn.Module:
 
 
 def with_batchnorm() -> nn.Module:
-    """An Mlp with BatchNorm."""
-    return Mlp(nn.BatchNorm1d(HIDDEN))
+    """BatchNorm, and an Mlp: a layer before it would have a bias without a gradient, of which Adam makes noise."""
+    return nn.Sequential(nn.BatchNorm1d(FEATURES), Mlp())
 
 
 class Tagger(nn.Module):

@@ -1,18 +1,23 @@
-"""Ray Train, as its guide for PyTorch has it: `prepare_model`, `prepare_data_loader`, a checkpoint for each epoch."""
+"""Ray Train, as its guide for PyTorch has it: `prepare_model`, `prepare_data_loader`, a checkpoint for each epoch.
+
+Predictions are Ray Data's.
+"""
 
 import tempfile
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+import ray.data
 import ray.train
 import ray.train.torch
 import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from torch import Tensor
 
 from benchmarks.counts.ddp import CLASS, Ways, run
+from benchmarks.counts.programs import Program
 from benchmarks.counts.side import NO_WAY, SETS, Told, run_all
 
 STARTS_WITH = "python"
@@ -31,7 +36,6 @@ TOLD = {
         "by design", "no results are guaranteed to be reproducible", f"{API}.enable_reproducibility.html"
     ),
     "metric": Told("rows twice", "`DistributedSampler` is put into the loader", f"{API}.prepare_data_loader.html"),
-    "predictions": Told(NO_WAY, "a training has none; Ray Data has them", f"{DOCS}/data/batch_inference.html"),
     "killed": Told(
         "", "all workers start again, from the latest checkpoint", f"{DOCS}/train/user-guides/fault-tolerance.html"
     ),
@@ -40,7 +44,7 @@ TOLD = {
 
 def main(folder: Path, count: int, of: str) -> None:
     """Start the workers: once, but for programs that keep each epoch, as a checkpoint is one of a whole training."""
-    ray.init("local", num_cpus=count + 1, log_to_driver=False)
+    ray.init("local", num_cpus=count + 2, include_dashboard=False, log_to_driver=False)
     for only in SETS[of] if of == "killed" else [None]:
         name = f"{of}, {only.name if only else 'all'}, on {count}"
         trainer = ray.train.torch.TorchTrainer(
@@ -52,7 +56,29 @@ def main(folder: Path, count: int, of: str) -> None:
             ),
         )
         trainer.fit()
+    for program in SETS[of]:
+        if program.does == "predict":
+            torch.save({"outputs": predicted(program, count)}, folder / f"{program.name} on {count}.pt")
     ray.shutdown()
+
+
+def predicted(program: Program, count: int) -> Tensor:
+    """What Ray Data's guide for batch inference has, with its option to preserve the order."""
+
+    class Predictor:
+        def __init__(self) -> None:
+            self.model = program.model().eval()
+
+        @torch.inference_mode()
+        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            return {"outputs": self.model(torch.from_numpy(batch["inputs"])).numpy()}
+
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    rows = program.rows()
+    items = [{"inputs": rows[index][0].numpy()} for index in range(len(rows))]  # type: ignore[arg-type]
+    size = program.batch_size // count
+    found = ray.data.from_items(items).map_batches(Predictor, batch_size=size, concurrency=count).take_all()
+    return torch.stack([torch.from_numpy(row["outputs"]) for row in found])
 
 
 def train(config: dict[str, Any]) -> None:
@@ -69,7 +95,7 @@ def train(config: dict[str, Any]) -> None:
         save,
     )
     run_all(
-        partial(run, ways),
+        lambda program, *what: run(ways, program, *what) if program.does != "predict" else None,
         Path(config["folder"]),
         config["count"],
         config["of"],

@@ -30,7 +30,7 @@ LIBRARIES = {
 VERSIONS = ("torch", "accelerate", "ray", "transformers", "torchmetrics")
 README = "https://github.com/dp-ray/dp_ray/blob/main/benchmarks/counts/README.md"
 ROUNDING = 1e-5  # the most by which numbers differ, beside the largest of them, that rounding explains
-SECONDS = 300  # of one library on one count: what takes longer hangs
+SECONDS = 600  # of one library on one count: what takes longer hangs
 Cells = dict[str, dict[str, Any]]  # of a library, by the name of the program
 
 
@@ -160,8 +160,8 @@ def distance(found: torch.Tensor, beside: torch.Tensor) -> float:
 def shown(name: str, cell: dict[str, Any]) -> str:
     """A cell of the table: to the smallest input if numbers differ, else to the page if there is one."""
     text, page = str(cell["verdict"]), cell["page"]
-    if cell.get("apart") and cell["apart"] != float("inf"):
-        text += f" ({cell['apart']:.0e})"
+    if cell.get("apart"):
+        text += " (other rows)" if cell["apart"] == float("inf") else f" ({cell['apart']:.0e})"
     if cell.get("apart", 0) > ROUNDING:
         page = f"{README}#{name.lower()}"
     elif (cell.get("from plain torch") or 0) > ROUNDING:
