@@ -13,7 +13,7 @@ from benchmarks.counts.side import Told, run_all
 STARTS_WITH = "torchrun"
 DOCS = "https://huggingface.co/docs/accelerate"
 TOLD = {
-    "dropout": Told("by design", "each process has its own seed", f"{DOCS}/package_reference/utilities"),
+    "dropout": Told("by design", "a seed is that of one process", f"{DOCS}/package_reference/utilities"),
     "BatchNorm": Told(
         "by design", "the model is DDP's; SyncBatchNorm is for GPUs", f"{DOCS}/package_reference/kwargs"
     ),

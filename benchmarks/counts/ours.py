@@ -15,7 +15,13 @@ from benchmarks.counts.side import Told, run_all
 
 STARTS_WITH = "python"
 F1 = {"f1": {"target": MulticlassF1Score, "args": {"num_classes": CLASSES, "average": "macro"}}}
-TOLD: dict[str, Told] = {}
+TOLD = {
+    "BatchNorm": Told(
+        "",
+        "each shard is normalised by itself, on any number of workers",
+        "https://github.com/dp-ray/dp_ray/blob/main/docs/bits.md#batchnorm-and-other-state",
+    )
+}
 
 
 def sum_of_squares(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,16 +24,14 @@ STARTS_WITH = "python"
 DOCS = "https://docs.ray.io/en/latest"
 API = f"{DOCS}/train/api/doc/ray.train.torch"
 TOLD = {
-    "dropout": Told(
-        "by design", "no results are guaranteed to be reproducible", f"{API}.enable_reproducibility.html"
-    ),
+    "dropout": Told("by design", "fully reproducible results are not promised", f"{API}.enable_reproducibility.html"),
     "BatchNorm": Told("by design", "the model is DDP's; SyncBatchNorm is for GPUs", f"{API}.prepare_model.html"),
     "uneven": Told("rows twice", "`DistributedSampler` is put into the loader", f"{API}.prepare_data_loader.html"),
     "tokens": Told("by design", "the model is DDP's, whose gradient is the mean of the processes' ones", CLASS),
     "contrastive": Told("by design", "the model is DDP's, whose gradient is the mean of the processes' ones", CLASS),
     "resume": Told(NO_WAY, "checkpoints are shown between epochs", f"{DOCS}/train/user-guides/checkpoints.html"),
     "augmentation": Told(
-        "by design", "no results are guaranteed to be reproducible", f"{API}.enable_reproducibility.html"
+        "by design", "fully reproducible results are not promised", f"{API}.enable_reproducibility.html"
     ),
     "metric": Told("rows twice", "`DistributedSampler` is put into the loader", f"{API}.prepare_data_loader.html"),
     "killed": Told(
