@@ -58,7 +58,7 @@ class Ways:
     joined: Callable[[nn.Module, int], AbstractContextManager[object]]  # round a loop over so many rows
     whole: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of a batch's outputs and targets
     load: Callable[[Path], dict[str, Any] | None]
-    save: Callable[[dict[str, Any], Path], None]
+    save: Callable[[dict[str, Any], Path, bool], None]  # and whether another training is to go on from there
 
 
 def distributed(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -86,7 +86,7 @@ def load(kept: Path) -> dict[str, Any] | None:
     return torch.load(kept) if kept.exists() else None
 
 
-def save(state: dict[str, Any], kept: Path) -> None:
+def save(state: dict[str, Any], kept: Path, _: bool) -> None:
     """Let rank 0 keep a snapshot."""
     if dist.get_rank() == 0:
         torch.save(state, kept)
@@ -103,7 +103,8 @@ def run(ways: Ways, program: Program, kept: Path, leaves: bool) -> Results | Non
     bare = getattr(model, "module", model)
     optimizers = program.optimizers(model)
     begin = 0
-    if not leaves and (state := ways.load(kept)):
+    goes_on = program.keeps_epochs or (program.left_after is not None and not leaves)
+    if goes_on and (state := ways.load(kept)):
         bare.load_state_dict(state["model"])
         for optimizer, of in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(of)
@@ -123,7 +124,7 @@ def run(ways: Ways, program: Program, kept: Path, leaves: bool) -> Results | Non
                     optimizer.step()
         if leaves or program.keeps_epochs:
             states = [optimizer.state_dict() for optimizer in optimizers]
-            ways.save({"model": bare.state_dict(), "optimizers": states, "epoch": epoch + 1}, kept)
+            ways.save({"model": bare.state_dict(), "optimizers": states, "epoch": epoch + 1}, kept, leaves)
         if leaves:
             return None
     return {"weights": program.ends_with(bare)}

@@ -104,21 +104,21 @@ def train(config: dict[str, Any]) -> None:
 
 
 def load(kept: Path) -> dict[str, Any] | None:
-    """The latest checkpoint of this training; what another one has kept, from the path that it was given."""
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            kept = Path(folder, "state.pt")
-            state: dict[str, Any] = torch.load(kept)
-            return state
-    return torch.load(kept) if kept.exists() else None
+    """What another training has kept, from the path that it was given, or the latest checkpoint of this one."""
+    checkpoint = Checkpoint.from_directory(kept.parent) if kept.exists() else ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        state: dict[str, Any] = torch.load(Path(folder, kept.name))
+    return state
 
 
-def save(state: dict[str, Any], kept: Path) -> None:
-    """Report a checkpoint."""
+def save(state: dict[str, Any], kept: Path, leaves: bool) -> None:
+    """Report a checkpoint; another training is given a path."""
     with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
         if ray.train.get_context().get_world_rank() == 0:
-            torch.save(state, Path(folder, "state.pt"))
-            torch.save(state, kept)
-            ray.train.report({}, checkpoint=Checkpoint.from_directory(folder))
-        else:
-            ray.train.report({})
+            for path in [Path(folder, kept.name), *([kept] if leaves else [])]:
+                torch.save(state, path)
+            checkpoint = Checkpoint.from_directory(folder)
+        ray.train.report({}, checkpoint=checkpoint)
