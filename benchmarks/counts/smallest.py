@@ -1,4 +1,4 @@
-"""The smallest inputs on which 1 and 2 processes differ: two to four rows, and sums that one does by hand.
+"""The smallest inputs on which 1 and 2 processes differ: two to five rows, and sums that one does by hand.
 
 The model is a weight `w` that multiplies its inputs. The loss is minus the mean of what comes out, so a step of SGD
 with a learning rate of 1 adds to `w` the mean of the batch's inputs. What each ends at stands in README.md.
