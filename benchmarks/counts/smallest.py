@@ -5,6 +5,7 @@ with a learning rate of 1 adds to `w` the mean of the batch's inputs. What each 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def rows(*inputs: list[float], target: list[list[int]] | list[int] | None = None
     """What makes a dataset of these rows; without a target all count alike."""
     values = torch.tensor(inputs)
     labels = torch.zeros_like(values, dtype=torch.long) if target is None else torch.tensor(target)
-    return lambda: TensorDataset(values, labels)  # type: ignore[return-value]
+    return partial(TensorDataset, values, labels)  # type: ignore[return-value]
 
 
 def drawn() -> Pairs:
