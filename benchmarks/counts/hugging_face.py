@@ -7,19 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
-from benchmarks.counts.programs import BATCH_SIZE, EPOCHS, Program, Results, f1, flat
+from benchmarks.counts.programs import Program, Results, f1
 from benchmarks.counts.side import NO_WAY, Told, run_all
 
 STARTS_WITH = "torchrun"
 DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer"
 TOLD = {
-    "dropout": Told("by design", "each process draws its own random numbers", DOCS),
-    "BatchNorm": Told("by design", "the model is DDP's: each process normalises its own rows", DOCS),
-    "uneven": Told("rows twice", "accelerate's `even_batches` begins again with the first rows", DOCS),
-    "contrastive": Told("by design", "the loss sees the rows of its process", DOCS),
-    "augmentation": Told("by design", "each process draws its own random numbers", DOCS),
+    "dropout": Told("not said", "each process draws its own random numbers", DOCS),
+    "BatchNorm": Told("by design", "the model is DDP's; SyncBatchNorm is for GPUs", DOCS),
+    "uneven": Told("rows twice", "`even_batches` duplicates samples from the start of the dataset", DOCS),
+    "contrastive": Told("not said", "the loss sees the rows of its process", DOCS),
+    "augmentation": Told("rounding", "with `dispatch_batches`: one process reads", DOCS),
     "optimizers": Told(NO_WAY, "`optimizers` is one, and its schedule", DOCS),
+    "killed": Told("", "torchrun starts all again, from the newest checkpoint that you ask for", DOCS),
 }
 
 
@@ -58,10 +60,10 @@ class StopsAfter(TrainerCallback):
         control.should_training_stop = control.should_save = state.global_step == self.step
 
 
-def main(folder: Path, count: int) -> None:
+def main(folder: Path, count: int, of: str) -> None:
     """Be one of the processes that torchrun has started."""
     keeps = TrainingArguments(output_dir=str(folder), use_cpu=True).process_index == 0
-    run_all(run, folder, count, keeps, TOLD)
+    run_all(run, folder, count, of, keeps, TOLD)
 
 
 def run(program: Program, kept: Path, leaves: bool) -> Results | None:
@@ -70,12 +72,15 @@ def run(program: Program, kept: Path, leaves: bool) -> Results | None:
     arguments = TrainingArguments(
         output_dir=str(kept),
         use_cpu=True,
-        per_device_train_batch_size=BATCH_SIZE // count,
-        per_device_eval_batch_size=BATCH_SIZE // count,
-        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=program.batch_size // count,
+        per_device_eval_batch_size=program.batch_size // count,
+        num_train_epochs=program.epochs,
+        accelerator_config={"dispatch_batches": program.draws == "in the dataset" or None},
+        average_tokens_across_devices=program.over == "labels",
+        full_determinism=True,
         train_sampling_strategy="sequential",
         max_grad_norm=program.clip or 0.0,
-        save_strategy="no",
+        save_strategy="epoch" if program.keeps_epochs else "no",
         label_names=["labels"],
         report_to=[],
         disable_tqdm=True,
@@ -85,7 +90,7 @@ def run(program: Program, kept: Path, leaves: bool) -> Results | None:
 
     def loss(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         found = program.loss(outputs["logits"], labels)
-        if num_items_in_batch is None or program.loss.__name__ != "mean":
+        if num_items_in_batch is None or program.over != "labels":
             return found
         return found * (labels != -100).sum() / num_items_in_batch
 
@@ -104,9 +109,8 @@ def run(program: Program, kept: Path, leaves: bool) -> Results | None:
         return (
             {"outputs": outputs} if program.does == "predict" else {"metric": torch.tensor(found.metrics["test_f1"])}
         )
-    goes_on = program.left_after is not None and not leaves
-    trainer.train(resume_from_checkpoint=f"{kept}/checkpoint-{program.left_after}" if goes_on else None)
-    return {"weights": flat(model.model)}
+    trainer.train(resume_from_checkpoint=kept.is_dir() and get_last_checkpoint(str(kept)))  # type: ignore[no-untyped-call]
+    return {"weights": program.ends_with(model.model)}
 
 
 def measured(of: EvalPrediction) -> dict[str, float]:

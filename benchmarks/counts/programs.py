@@ -82,8 +82,8 @@ def with_dropout() -> nn.Module:
 
 
 def with_batchnorm() -> nn.Module:
-    """An Mlp with BatchNorm."""
-    return Mlp(nn.BatchNorm1d(HIDDEN))
+    """BatchNorm, and an Mlp: a layer before it would have a bias without a gradient, of which Adam makes noise."""
+    return nn.Sequential(nn.BatchNorm1d(FEATURES), Mlp())
 
 
 class Tagger(nn.Module):
@@ -129,6 +129,11 @@ def f1() -> Metric:
     return MulticlassF1Score(CLASSES, average="macro")
 
 
+def flat(model: nn.Module) -> Tensor:
+    """All that the model's file would have, as one row of numbers."""
+    return torch.cat([value.detach().double().flatten() for _, value in sorted(model.state_dict().items())])
+
+
 @dataclass(frozen=True)
 class Program:
     """What to do, in the words of torch."""
@@ -138,24 +143,29 @@ class Program:
     model: Callable[[], nn.Module] = Mlp
     rows: Callable[[], Dataset[tuple[Tensor, Tensor]]] = Rows
     loss: Callable[[Tensor, Tensor], Tensor] = mean
+    over: Literal["labels", "batch"] = "labels"  # the loss is a mean over labels, or needs all rows of the batch
     optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = adam
     clip: float | None = None
     does: Literal["train", "metric", "predict"] = "train"
     left_after: int | None = None  # the step after which it is left, and begun anew from what it kept
     begun_by: int | None = None  # the number of processes that take the steps until then; others go on
-    draws: bool = False  # one process of plain torch draws other random numbers than any library's
+    keeps_epochs: bool = False  # it keeps a checkpoint after each epoch, and goes on from one if there is any
+    draws: str = ""  # where it draws random numbers: one process of plain torch draws others than any library's
+    batch_size: int = BATCH_SIZE
+    epochs: int = EPOCHS
+    ends_with: Callable[[nn.Module], Tensor] = flat
 
 
 PROGRAMS = (
-    Program("dropout", "dropout in the model", model=with_dropout, draws=True),
+    Program("dropout", "dropout in the model", model=with_dropout, draws="in the model"),
     Program("BatchNorm", "BatchNorm in the model", model=with_batchnorm),
     Program("clipping", "the gradient's norm is clipped", clip=0.1),
     Program("uneven", "50 rows, 12 in a batch: the last one has 2", rows=Uneven),
     Program("tokens", "a mean over tokens, of which each process has another number", Tagger, Sentences),
-    Program("contrastive", "a loss over all pairs of the batch", loss=contrastive),
+    Program("contrastive", "a loss over all pairs of the batch", loss=contrastive, over="batch"),
     Program("resume", "left within epoch 2, and begun anew", left_after=6),
     Program("another count", "begun by 2 processes, gone on with by 1 and 3", left_after=4, begun_by=2),
-    Program("augmentation", "noise that the dataset draws", rows=Noisy, draws=True),
+    Program("augmentation", "noise that the dataset draws", rows=Noisy, draws="in the dataset"),
     Program("metric", "the F1 of 50 rows", rows=Uneven, does="metric"),
     Program("predictions", "outputs of 50 rows: each once, in order", rows=Uneven, does="predict"),
     Program("optimizers", "SGD for one layer, Adam for the others", optimizers=sgd_and_adam),
@@ -166,21 +176,16 @@ def oracle(program: Program) -> Results:
     """What one process of plain torch ends with."""
     model, rows = program.model(), program.rows()
     if program.does != "train":
-        inputs, target = next(iter(DataLoader(rows, batch_size=50)))
+        inputs, target = next(iter(DataLoader(rows, batch_size=len(rows))))  # type: ignore[arg-type]
         outputs = model.eval()(inputs).detach()
         return {"outputs": outputs} if program.does == "predict" else {"metric": f1()(outputs, target)}
     optimizers = program.optimizers(model)
-    for _ in range(EPOCHS):
-        for inputs, target in DataLoader(rows, batch_size=BATCH_SIZE):
+    for _ in range(program.epochs):
+        for inputs, target in DataLoader(rows, batch_size=program.batch_size):
             model.zero_grad()
             program.loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
             if program.clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), program.clip)
             for optimizer in optimizers:
                 optimizer.step()
-    return {"weights": flat(model)}
-
-
-def flat(model: nn.Module) -> Tensor:
-    """All that the model's file would have, as one row of numbers."""
-    return torch.cat([value.detach().double().flatten() for _, value in sorted(model.state_dict().items())])
+    return {"weights": program.ends_with(model)}

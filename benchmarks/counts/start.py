@@ -1,4 +1,4 @@
-"""Be a process of a library: `python -m benchmarks.counts.start LIBRARY FOLDER COUNT`."""
+"""Be a process of a library: `python -m benchmarks.counts.start LIBRARY FOLDER COUNT PROGRAMS`."""
 
 import importlib
 import sys
@@ -8,4 +8,4 @@ import torch
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    importlib.import_module(f"benchmarks.counts.{sys.argv[1]}").main(Path(sys.argv[2]), int(sys.argv[3]))
+    importlib.import_module(f"benchmarks.counts.{sys.argv[1]}").main(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
