@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def measure() -> Iterator[Row]:
         place.make()
         for side in ("dp_ray", *PEERS):  # files are read into memory
             place.run(side, 2, "warm-up")
-        found = in_turns({side: lambda side=side: place.run(side, 2, "turn") for side in ("dp_ray", *PEERS)})  # type: ignore[misc]
+        found = in_turns({side: partial(place.run, side, 2, "turn") for side in ("dp_ray", *PEERS)})
         what = f"glue: tiny BERT, {ROWS:,} sentences, {EPOCHS} epochs, 2 workers"
         goals = dict.fromkeys(PEERS, AHEAD)
         yield from rows(f"{what}, the whole command", found, lambda run: run.whole, goals)

@@ -1,6 +1,7 @@
 """nanoGPT's characters on a CPU: its train.py with the options of its README, and dp_ray with its model.py.
 
-The text is what Python's help() says, which each Python has. Steps, batches, rates and weights are the same.
+The text is what Python's help() says, which each Python has. Steps, batches, rates and initial weights are the same.
+On several processes train.py has a fused AdamW, draws other windows on each, and prints rank 0's loss.
 """
 
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -49,7 +51,7 @@ def measure() -> Iterator[Row]:
         place = Place(folder)
         place.ours(2, "warm-up")  # files are read into memory
         place.theirs(2)
-        found = in_turns({"dp_ray": lambda: place.ours(2, "turn"), THEIRS: lambda: place.theirs(2)})
+        found = in_turns({"dp_ray": partial(place.ours, 2, "turn"), THEIRS: partial(place.theirs, 2)})
         what = f"nanogpt: {STEPS + 1:,} steps of {BATCH} x {LENGTH} characters, 2 workers"
         goal = {THEIRS: at_least(1.0, "ahead")}
         speed = f"{what}, characters a second"
@@ -95,7 +97,7 @@ class Place:
         return Row(
             f"nanogpt: last loss on {', '.join(map(str, COUNTS))} workers, and all losses beside train.py on one",
             ", ".join(f"{losses[-1]:.4f}" for losses in ours) + (", the same bits" if same else ", other bits"),
-            ", ".join(f"{losses[-1]:.4f}" for losses in theirs) + " train.py, which draws other windows on each",
+            ", ".join(f"{losses[-1]:.4f}" for losses in theirs) + " train.py, whose ranks draw other windows",
             f"at most {apart:.4f} apart",
             "the same bits",
             same,
