@@ -130,27 +130,26 @@ class Place:
             accuracies = ", ".join(f"{accuracy:.3f}" for accuracy, _ in found)
             different = len({weights for _, weights in found})
             texts[side] = f"{accuracies}; weights: {'the same bits' if different == 1 else f'{different} different'}"
-        what = f"glue: accuracy on {', '.join(map(str, COUNTS))} workers"
+        what = f"glue: accuracy on {', '.join(map(str, COUNTS))} workers (dp_ray: 6 shards)"
         for peer in PEERS:
             reached = texts["dp_ray"].endswith("the same bits")
             yield Row(what, texts["dp_ray"], f"{texts[peer]} {peer}", "", "the same bits", reached)
 
     def resumed(self) -> Iterator[Row]:
         """Go on at half: dp_ray's driver is killed, and the same command comes again; the peers name a checkpoint."""
-        ours = [*self.command("dp_ray", 2, "half"), "--set=shards=6"]
-        variables = self.variables("dp_ray", "half")
+        ours, variables = self.command("dp_ray", 2, "half"), self.variables("dp_ray", "half")
         killed = [*ours, f"--inject=kill driver at step {HALF + 5}"]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         assert subprocess.run(killed, cwd=self.folder, env=environ, capture_output=True, check=False).returncode
         again = timed(ours, self.folder, **variables)
         for peer, checkpoint in zip(PEERS, (f"checkpoint-{HALF}", "epoch_0"), strict=True):
-            theirs = self.run(peer, 2, "half", f"--resume_from_checkpoint={self.out(peer, 'on-2') / checkpoint}")
+            theirs = self.run(peer, 2, "half", f"--resume_from_checkpoint={self.out(peer, 'turn') / checkpoint}")
             bits = [
-                "the same bits" if self.ended(side, "half") == self.ended(side, "on-2") else "other bits"
+                "the same bits" if self.ended(side, "half") == self.ended(side, "turn") else "other bits"
                 for side in ("dp_ray", peer)
             ]
             yield Row(
-                "glue: resumed at half, beside the run that nothing stopped",
+                "glue: resumed at half on 2 workers: the whole command, and the weights of the run that nothing stopped",
                 f"{time_text(again.whole)}, {bits[0]}",
                 f"{time_text(theirs.whole)}, {bits[1]} {peer}",
                 ratio_text(again.whole / theirs.whole),

@@ -95,7 +95,7 @@ class Place:
         apart = max(abs(one - other) for one, other in zip(ours[0], theirs[0], strict=True))
         same = all(one == other for one, other in pairwise(ours))
         return Row(
-            f"nanogpt: last loss on {', '.join(map(str, COUNTS))} workers, and all losses beside train.py on one",
+            f"nanogpt: last loss on {', '.join(map(str, COUNTS))} workers (6 shards), and all losses beside train.py on one",
             ", ".join(f"{losses[-1]:.4f}" for losses in ours) + (", the same bits" if same else ", other bits"),
             ", ".join(f"{losses[-1]:.4f}" for losses in theirs) + " train.py, whose ranks draw other windows",
             f"at most {apart:.4f} apart",
