@@ -149,7 +149,7 @@ class Place:
                 for side in ("dp_ray", peer)
             ]
             yield Row(
-                "glue: resumed at half on 2 workers: the whole command, and the weights of the run that nothing stopped",
+                "glue: resumed at half on 2 workers: the whole command, and the weights beside a run without a stop",
                 f"{time_text(again.whole)}, {bits[0]}",
                 f"{time_text(theirs.whole)}, {bits[1]} {peer}",
                 ratio_text(again.whole / theirs.whole),

@@ -93,9 +93,10 @@ class Place:
         printed = [re.findall(r"iter \d+: loss ([\d.]+)", self.theirs(count).output) for count in COUNTS]
         theirs = [[float(loss) for loss in losses] for losses in printed]
         apart = max(abs(one - other) for one, other in zip(ours[0], theirs[0], strict=True))
+        counts = ", ".join(map(str, COUNTS))
         same = all(one == other for one, other in pairwise(ours))
         return Row(
-            f"nanogpt: last loss on {', '.join(map(str, COUNTS))} workers (6 shards), and all losses beside train.py on one",
+            f"nanogpt: last loss on {counts} workers (dp_ray: 6 shards), and all losses beside train.py on one",
             ", ".join(f"{losses[-1]:.4f}" for losses in ours) + (", the same bits" if same else ", other bits"),
             ", ".join(f"{losses[-1]:.4f}" for losses in theirs) + " train.py, whose ranks draw other windows",
             f"at most {apart:.4f} apart",
