@@ -44,7 +44,7 @@ def name_operators() -> None:
     """Let a torchvision that was built for CUDA be imported beside a torch without it: its images need no kernel."""
     import torch
 
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and not OPERATORS:  # some look for torchvision several times
         library: Any = torch.library
         OPERATORS.append(library.Library("torchvision", "FRAGMENT"))
         for name in ("nms", "qnms"):
