@@ -1,7 +1,7 @@
 """What Python imports at its start, of a folder in PYTHONPATH: keeps the time of each step of an optimizer.
 
 Each process that makes a step of `torch.optim` adds its time, 8 bytes, to the file of its pid in the folder STAMPS:
-at once, so that what a killed process did is there.
+at once, so that what a killed process did is there. A batch that a torchvision ResNet has seen counts as a step too.
 """
 
 import os
@@ -28,6 +28,18 @@ def watch(optimizer: Any) -> None:
     optimizer.register_optimizer_step_post_hook(keep)
 
 
+def watch_resnet(models: Any) -> None:
+    """Keep the time of each batch that a ResNet has seen."""
+    forward = models.ResNet.forward
+
+    def kept(self: Any, images: Any) -> Any:
+        outputs = forward(self, images)
+        keep()
+        return outputs
+
+    models.ResNet.forward = kept
+
+
 def name_operators() -> None:
     """Let a torchvision that was built for CUDA be imported beside a torch without it: its images need no kernel."""
     import torch
@@ -39,13 +51,16 @@ def name_operators() -> None:
             OPERATORS[0].define(f"{name}(Tensor boxes) -> Tensor")
 
 
+WATCHED: dict[str, Any] = {"torch.optim.optimizer": watch, "torchvision.models.resnet": watch_resnet}
+
+
 class AtImport:
-    """Acts when a process imports one of two modules; most never do."""
+    """Acts when a process imports one of a few modules; most never do."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name == "torchvision":
             name_operators()
-        if name != "torch.optim.optimizer":
+        if name not in WATCHED:
             return None
         sys.meta_path.remove(self)
         spec: Any = util.find_spec(name)
@@ -54,7 +69,7 @@ class AtImport:
 
         def executed(module: Any) -> None:
             execute(module)
-            watch(module)
+            WATCHED[name](module)
 
         spec.loader.exec_module = executed
         return spec
