@@ -28,7 +28,7 @@ from dp_ray.engine.prediction import Prediction
 from dp_ray.engine.sums.whole_batch import LEAVE_OUT, OF_ROWS, output_at
 from dp_ray.engine.trainer import Pass, Trainer
 from dp_ray.engine.user_code import ShardSize, advised, locating, location
-from dp_ray.engine.world import CPU, broadcast, gathered, has_peers, is_rank_0, own_rank
+from dp_ray.engine.world import CPU, broadcast, gathered, has_peers, is_rank_0, own_rank, passes
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import FlopsCounted, Note
@@ -49,7 +49,7 @@ from dp_ray.tensors.tree import (
 )
 from dp_ray.text import counted
 from dp_ray.trials.measures import check_numbers, of_neighbours, of_updates, read_whole
-from dp_ray.trials.rows import check_lists, check_sizes, other_rows, tried
+from dp_ray.trials.rows import check_lists, check_sizes, few_of, looks_like, other_rows, tried
 
 ROWS = 64  # for the metrics of torchmetrics: of a few rows alone all numbers may be taken for probabilities
 FACTS_JSON = Record[dict[str, Any]](dict[str, Any], FACTS, {}, damaged=IGNORE, unreachable=IGNORE)
@@ -328,11 +328,23 @@ def before_prediction(
         try:
             with torch.no_grad(), autocast(job.precision, prediction.device, keeps=False):
                 inputs, _ = split_passthrough(first.batch, first.indices)
-                return of_outputs(first._replace(batch=inputs))
+                first = first._replace(batch=inputs)
+                return of_few(first) or of_outputs(first)
         except (RuntimeError, ModelError) as error:
             replica.raise_advised(error, first.shard, job)
 
-    def of_outputs(first: LoadedShard) -> Facts:
+    def of_few(first: LoadedShard) -> Facts | None:
+        """Ask a few rows, since all others wait meanwhile; None if they leave any doubt."""
+        few = few_of(job, first)
+        try:
+            facts = None if few is None else of_outputs(few, first.shard.rows)
+        except Exception as error:
+            if passes(error):
+                raise
+            return None
+        return None if facts is None or facts.says else facts
+
+    def of_outputs(first: LoadedShard, whole: int | None = None) -> Facts | None:
         shard, forward = first.shard, prediction.forward(replica.model)
 
         def less(inputs: Any) -> Any:
@@ -355,6 +367,8 @@ def before_prediction(
         found = tried(job, replica, first, less, outputs)
         if isinstance(found, str):
             return Facts({}, flops, _only_sizes(job, found) if shard.rows > 1 else ())
+        if whole is not None and looks_like(found, whole, job.batch_dim):
+            return None  # by chance, or not: the whole shard tells
         if shard.rows > 1:
             check_sizes(found, shard.rows, job.batch_dim, where, texts)
             check_lists(found, outputs, shard.rows, where)
