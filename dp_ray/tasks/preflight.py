@@ -334,17 +334,19 @@ def before_prediction(
             replica.raise_advised(error, first.shard, job)
 
     def of_few(first: LoadedShard) -> Facts | None:
-        """Ask a few rows, since all others wait meanwhile; None if they leave any doubt."""
-        few = few_of(job, first)
+        """Ask of a few rows; None if there are no more in the shard, or if they leave any doubt."""
+        if (few := few_of(job, first)) is None:
+            return None
         try:
-            facts = None if few is None else of_outputs(few, first.shard.rows)
+            facts = of_outputs(few, first.shard.rows)
         except Exception as error:
             if passes(error):
                 raise
+            replica.restore()
             return None
-        return None if facts is None or facts.says else facts
+        return None if facts.says else facts
 
-    def of_outputs(first: LoadedShard, whole: int | None = None) -> Facts | None:
+    def of_outputs(first: LoadedShard, whole: int = 0) -> Facts:
         shard, forward = first.shard, prediction.forward(replica.model)
 
         def less(inputs: Any) -> Any:
@@ -367,8 +369,8 @@ def before_prediction(
         found = tried(job, replica, first, less, outputs)
         if isinstance(found, str):
             return Facts({}, flops, _only_sizes(job, found) if shard.rows > 1 else ())
-        if whole is not None and looks_like(found, whole, job.batch_dim):
-            return None  # by chance, or not: the whole shard tells
+        if whole and looks_like(found, whole, job.batch_dim):
+            raise ModelError(f"{where}: an output has {whole} rows with {shard.rows} samples")  # it is asked of all
         if shard.rows > 1:
             check_sizes(found, shard.rows, job.batch_dim, where, texts)
             check_lists(found, outputs, shard.rows, where)

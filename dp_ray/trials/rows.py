@@ -36,7 +36,7 @@ from dp_ray.text import counted, listed
 
 NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
 
-FEW = 8  # rows that tell as much as all those of a shard
+FEW = 8  # rows of a prediction's shard that tell as much as all: the other workers wait for the answer
 
 Size = tuple[int, ...]
 

@@ -37,14 +37,18 @@ class Rows(torch.utils.data.Dataset[Any]):
 class Telling(nn.Module):
     """Writes into a file, in each forward, its rank and its rows; it gives some prototypes beside its outputs."""
 
-    def __init__(self, file: str, prototypes: int = 4) -> None:
+    def __init__(self, file: str, prototypes: int = 4, least: int = 0) -> None:
         super().__init__()
         self.layer, self.prototypes = nn.Linear(6, 4), nn.Parameter(torch.randn(prototypes, 4))
-        self.file = file
+        self.file, self.least = file, least
+        self.register_buffer("ran", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> Any:
         with Path(self.file).open("a") as file:
             file.write(f"{own_rank()} {len(inputs)}\n")
+        self.ran += 1
+        if len(inputs) < self.least:
+            raise ValueError("too few rows")
         return {"near": self.layer(inputs), "prototypes": self.prototypes * 1.0, "names": ["a"] * len(inputs)}
 
 
@@ -172,6 +176,16 @@ def test_a_prediction_of_large_shards_asks_a_few_rows(tmp_path: Path, rows: int,
     dataset = {"target": f"{HERE}:Rows", "args": {"length": 4 * rows}}
     run_group(prediction(tmp_path, workers=2, dataset=dataset, batch_size=2 * rows, shards=2), tmp_path / "run")
     assert forwards(tmp_path) == Counter({f"0 {rows}": 2, f"1 {rows}": 2}) + Counter(asked)
+    assert facts(tmp_path) == [{"rows": {"names": True}, "flops": None}]
+
+
+@pytest.mark.slow
+def test_a_model_that_wants_many_rows_is_asked_of_a_whole_shard(tmp_path: Path) -> None:
+    dataset = {"target": f"{HERE}:Rows", "args": {"length": 40}}
+    model = {"target": f"{HERE}:Telling", "args": {"file": str(tmp_path / "forwards"), "least": 10}}
+    keys: dict[str, Any] = {"model": model, "dataset": dataset, "batch_size": 20, "shards": 1, "workers": 1}
+    run_group(prediction(tmp_path, **keys), tmp_path / "run")
+    assert forwards(tmp_path) == Counter({"0 8": 1, "0 19": 1, "0 20": 3})
     assert facts(tmp_path) == [{"rows": {"names": True}, "flops": None}]
 
 
