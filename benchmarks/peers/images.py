@@ -2,7 +2,8 @@
 
 Changed in the scripts are the paths and the number of GPUs, and a line has Ray Data keep the order. Ray is told of
 two GPUs, which there are not: so two copies of the model run on the CPU, as with dp_ray's two workers. `obstore` is
-what Ray Data asks for, to download fast.
+what Ray Data asks for, to download fast. Ray Data 2.60 loses the order all the same: its `download` deals the rows out
+to blocks in turn. The labels of Daft differ in part, since its own decoder of JPEG rounds otherwise.
 """
 
 import os
@@ -112,7 +113,7 @@ def _run(name: str, command: list[object], meanwhile: Meanwhile | None = None, *
         if meanwhile is None:
             raise
         print(f"{name} has not survived: {str(error)[-500:]}", file=sys.stderr, flush=True)
-        found = timed(command, ROOT, **variables)
+        found = timed(command, ROOT, None, **variables)
         return replace(found, whole=time.time() - began)
 
 

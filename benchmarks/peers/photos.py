@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
-from torchvision import transforms  # type: ignore[import-not-found]
-from torchvision.models import ResNet18_Weights, resnet18  # type: ignore[import-not-found]
+from torchvision import transforms
+from torchvision.models import ResNet18_Weights, resnet18
 
 WEIGHTS = ResNet18_Weights.DEFAULT
 LISTED = 100  # images in each file of the list

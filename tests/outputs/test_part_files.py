@@ -6,6 +6,7 @@ import itertools
 import os
 import resource
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -218,7 +219,7 @@ def test_parts_are_committed_when_time_is_up(tmp_path: Path, monkeypatch: pytest
 def test_a_worker_that_is_lost_early_loses_a_tenth_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 steps of a second each: what is not committed dies with the worker, and runs again."""
     clock = itertools.count()
-    monkeypatch.setattr(parts.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     folder = run_workers(Storage(str(tmp_path)), Split(300, 1, 1), Order(300), model=lambda samples: samples * 2)
     steps = sorted(tuple(map(int, name.split("-")[1:3])) for name in folder.names())
     assert [stop for _, stop in steps] == [*[start for start, _ in steps[1:]], 300]

@@ -41,6 +41,7 @@ class Telling(nn.Module):
         super().__init__()
         self.layer, self.prototypes = nn.Linear(6, 4), nn.Parameter(torch.randn(prototypes, 4))
         self.file, self.least = file, least
+        self.ran: torch.Tensor
         self.register_buffer("ran", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> Any:
