@@ -1,9 +1,9 @@
 """A ResNet-18 over JPEGs to Parquet, order kept: Ray Data's own script of this benchmark, Daft's own, and a job.
 
 Changed in the scripts are the paths and the number of GPUs, and a line has Ray Data keep the order. Ray is told of
-two GPUs, which there are not: so two copies of the model run on the CPU, as with dp_ray's two workers. `obstore` is
-what Ray Data asks for, to download fast. Ray Data 2.60 loses the order all the same: its `download` deals the rows out
-to blocks in turn. The labels of Daft differ in part, since its own decoder of JPEG rounds otherwise.
+two GPUs, which there are not: so two copies of the model run on the CPU, as with dp_ray's two workers. `obstore`
+is what Ray Data asks for. Ray Data 2.60 loses the order all the same: its `download` deals the rows out to blocks
+in turn. The labels of Daft differ in part, since its own decoder of JPEG rounds otherwise.
 """
 
 import os
