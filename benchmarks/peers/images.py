@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pyarrow.parquet as pq
 
@@ -25,7 +26,7 @@ from benchmarks.commands import ROOT
 from benchmarks.compare import at_most
 from benchmarks.peers.needed import environment, script
 from benchmarks.peers.sides import Timed, in_turns, rows, timed
-from benchmarks.table import Row
+from benchmarks.table import Row, time_text
 
 IMAGES = 3_000
 BATCH = 100  # of the scripts; dp_ray's shards have as many
@@ -58,21 +59,29 @@ def measure() -> Iterator[Row]:
     what, goals = f"images: {IMAGES:,} JPEGs, ResNet-18, 2 workers", dict.fromkeys(texts, AHEAD)
     with scratch() as folder:
         timed([python, "-m", "benchmarks.peers.photos", folder, IMAGES], ROOT, PYTHONPATH=str(ROOT))
-        commands = {
-            "dp_ray": _ours(python, folder),
-            **{name: _theirs(python, folder, name, text) for name, text in texts.items()},
-        }
-        run = partial(_run, folder=folder)
-        found = in_turns({name: partial(run, name, command) for name, command in commands.items()})
+        commands = {name: _theirs(python, folder, name, text) for name, text in texts.items()}
+        commands = {"dp_ray": _ours(python, folder), **commands}
+
+        def all_sides(meanwhile: Meanwhile | None) -> dict[str, list[Timed]]:
+            return in_turns(
+                {name: partial(_run, name, command, folder, meanwhile) for name, command in commands.items()}
+            )
+
+        found = all_sides(None)
         for which, figure in FIGURES.items():
             yield from rows(f"{what}: {which}", found, figure, goals)
-        yield from _written(what, {name: labelled(folder / "out" / name) for name in commands}, _listed(folder))
-        killed = in_turns({name: partial(run, name, command, _kill_one) for name, command in commands.items()})
-        yield from rows(
-            f"{what}, one killed in the middle: the whole command", killed, FIGURES["the whole command"], goals
-        )
-        written = {name: labelled(folder / "out" / name) for name in commands}
-        yield from _written(f"{what}, one killed in the middle", written, _listed(folder))
+        yield from _written(what, folder)
+        killed, what = all_sides(_kill_one), f"{what}, one killed in the middle"
+        yield from rows(f"{what}: the whole command", killed, FIGURES["the whole command"], goals)
+        for name in texts:
+            mine, theirs = (_more(killed[side], found[side]) for side in ("dp_ray", name))
+            against = f"{time_text(theirs)} {name}"
+            yield Row(f"{what}: lost by it", time_text(mine), against, "", "no more", mine <= theirs)
+        yield from _written(what, folder)
+
+
+def _more(killed: list[Timed], undisturbed: list[Timed]) -> float:
+    return max(0.0, median(found.whole for found in killed) - median(found.whole for found in undisturbed))
 
 
 def _ours(python: Path, folder: Path) -> list[object]:
@@ -94,7 +103,7 @@ def _theirs(python: Path, folder: Path, name: str, text: str) -> list[object]:
     return [python, copy]
 
 
-def _run(name: str, command: list[object], meanwhile: Meanwhile | None = None, *, folder: Path) -> Timed:
+def _run(name: str, command: list[object], folder: Path, meanwhile: Meanwhile | None) -> Timed:
     """Run a side in an empty folder for its outputs. One that does not survive a kill is run anew, as by a user."""
     shutil.rmtree(folder / "out" / name, ignore_errors=True)
     variables = {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(folder), "TORCH_HOME": str(folder)}
@@ -141,24 +150,18 @@ def labelled(out: Path) -> Labelled:
     return [row for file in files for row in zip(_column(file, "image_url"), _column(file, "label"), strict=True)]
 
 
-def _written(what: str, written: dict[str, Labelled], listed: list[str]) -> Iterator[Row]:
+def _written(what: str, folder: Path) -> Iterator[Row]:
     """Rows lost and twice, whether they are in order, and how many labels are others than dp_ray's."""
+    listed = _listed(folder)
+    written = {name: labelled(folder / "out" / name) for name in ("dp_ray", *SCRIPTS)}
+    ours = dict(written["dp_ray"])
 
     def told(name: str) -> str:
         paths = [path for path, _ in written[name]]
-        lost, twice = set(listed) - set(paths), sum((Counter(paths) - Counter(listed)).values())
+        lost, twice = set(listed) - set(paths), (Counter(paths) - Counter(listed)).total()
         others = sum(label != ours.get(path) for path, label in written[name])
         return f"{len(lost)}, {twice}, {'in order' if paths == listed else 'NOT in order'}, {others}"
 
-    ours = dict(written["dp_ray"])
-    for name in written:
-        if name != "dp_ray":
-            mine, against = told("dp_ray"), f"{told(name)} {name}"
-            yield Row(
-                f"{what}: rows lost, twice, order, other labels",
-                mine,
-                against,
-                "",
-                "0, 0, in order",
-                mine.startswith("0, 0, in"),
-            )
+    for name in SCRIPTS:
+        what_of, right = f"{what}: rows lost, twice, in which order, labels other than dp_ray's", "0, 0, in order, 0"
+        yield Row(what_of, told("dp_ray"), f"{told(name)} {name}", "", right, told("dp_ray") == right)
