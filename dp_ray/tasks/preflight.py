@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -329,22 +330,11 @@ def before_prediction(
             with torch.no_grad(), autocast(job.precision, prediction.device, keeps=False):
                 inputs, _ = split_passthrough(first.batch, first.indices)
                 first = first._replace(batch=inputs)
-                return of_few(first) or of_outputs(first)
+                few = few_of(job, first)
+                sure = None if few is None else _if_sure(replica, partial(of_outputs, few, first.shard.rows))
+                return sure or of_outputs(first)
         except (RuntimeError, ModelError) as error:
             replica.raise_advised(error, first.shard, job)
-
-    def of_few(first: LoadedShard) -> Facts | None:
-        """Ask of a few rows; None if there are no more in the shard, or if they leave any doubt."""
-        if (few := few_of(job, first)) is None:
-            return None
-        try:
-            facts = of_outputs(few, first.shard.rows)
-        except Exception as error:
-            if passes(error):
-                raise
-            replica.restore()
-            return None
-        return None if facts.says else facts
 
     def of_outputs(first: LoadedShard, whole: int = 0) -> Facts:
         shard, forward = first.shard, prediction.forward(replica.model)
@@ -378,6 +368,18 @@ def before_prediction(
         return Facts({path: each.less != each.size for path, each in of_texts.items()}, flops)
 
     return answers.ask("prediction", steps, ask)
+
+
+def _if_sure(replica: Replica, ask: Callable[[], Facts]) -> Facts | None:
+    """Return what is found of a few rows; None if they leave any doubt, as a model may that wants more."""
+    try:
+        facts = ask()
+    except Exception as error:
+        if passes(error):
+            raise
+        replica.restore()
+        return None
+    return None if facts.says else facts
 
 
 def _only_sizes(job: Job, why: str) -> tuple[str, ...]:
