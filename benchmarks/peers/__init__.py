@@ -11,7 +11,7 @@ from importlib import import_module
 from benchmarks.peers.needed import NotHere
 from benchmarks.table import Row
 
-ROWS = ("gate", "torchft", "parity", "glue", "nanogpt")
+ROWS = ("gate", "torchft", "parity", "images", "glue", "nanogpt")
 
 
 def measure(only: str = "") -> Iterator[Row]:

@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,13 +53,21 @@ class Timed:
         return self.steps[-1] - self.steps[0]
 
 
-def timed(command: Sequence[object], cwd: Path | None = None, **variables: str) -> Timed:
+def timed(
+    command: Sequence[object],
+    cwd: Path | None = None,
+    meanwhile: Callable[[Path], None] | None = None,
+    **variables: str,
+) -> Timed:
     """Run a command, with one thread for each process unless a variable says otherwise; it must succeed.
 
-    Steps are seen in each process of Python that it starts.
+    Steps are seen in each process of Python that it starts. A thread may do something `meanwhile`, given the folder
+    of the stamps: a file for each of these processes, named by its pid, with 8 bytes a step.
     """
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
+        if meanwhile is not None:
+            threading.Thread(target=meanwhile, args=(Path(folder),), daemon=True).start()
         done = subprocess.run(
             [str(word) for word in command],
             cwd=cwd,

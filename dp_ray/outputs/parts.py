@@ -43,7 +43,8 @@ LONG_RUN = 64  # rows
 GROUP_BYTES = 8 << 20  # written at once
 TENSOR_BYTES = 1 << 10  # a tensor's overhead beside its numbers
 PART_BYTES = 128 << 20  # of the parts of all workers together: so much is left to merge after the last step
-PART_SECONDS = 60.0
+PART_SECONDS = 60.0  # of a worker's time in a part, at most; a run that has just begun ends one sooner:
+YOUNG_SECONDS, YOUNG_SHARE = 2.0, 0.1  # after so many seconds, and this share of the run: its length is not known
 MERGE_BYTES = 256 << 20  # of the blocks of all workers together: a merging worker holds one of each
 
 
@@ -110,7 +111,7 @@ class PartWriter:
         self._writing: Future[None] | None = None
         self._first_step = 0
         self._end_step = 0
-        self._committed = time.monotonic()
+        self._begun = self._committed = time.monotonic()
 
     def on_shard(
         self, shard: Shard, indices: Indices, outputs: Any, carried: Mapping[str, Sequence[Any]] | None = None
@@ -170,7 +171,9 @@ class PartWriter:
             self._write_group(coming)
         ends_file = self._plan is not None and step + 1 == self._plan.steps_of(self._plan.number_of(step)).stop
         is_full = self._file is not None and self._file.bytes >= PART_BYTES // self.parts.num_workers
-        if ends_file or is_full or time.monotonic() - self._committed > PART_SECONDS:
+        now = time.monotonic()
+        seconds = min(PART_SECONDS, max(YOUNG_SECONDS, YOUNG_SHARE * (now - self._begun)))
+        if ends_file or is_full or now - self._committed > seconds:
             self.commit()
 
     def __enter__(self) -> "PartWriter":

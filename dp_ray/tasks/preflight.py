@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from dp_ray.engine.prediction import Prediction
 from dp_ray.engine.sums.whole_batch import LEAVE_OUT, OF_ROWS, output_at
 from dp_ray.engine.trainer import Pass, Trainer
 from dp_ray.engine.user_code import ShardSize, advised, locating, location
-from dp_ray.engine.world import CPU, broadcast, gathered, has_peers, is_rank_0, own_rank
+from dp_ray.engine.world import CPU, broadcast, gathered, has_peers, is_rank_0, own_rank, passes
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.messages import FlopsCounted, Note
@@ -49,7 +50,7 @@ from dp_ray.tensors.tree import (
 )
 from dp_ray.text import counted
 from dp_ray.trials.measures import check_numbers, of_neighbours, of_updates, read_whole
-from dp_ray.trials.rows import check_lists, check_sizes, other_rows, tried
+from dp_ray.trials.rows import check_lists, check_sizes, few_of, looks_like, other_rows, tried
 
 ROWS = 64  # for the metrics of torchmetrics: of a few rows alone all numbers may be taken for probabilities
 FACTS_JSON = Record[dict[str, Any]](dict[str, Any], FACTS, {}, damaged=IGNORE, unreachable=IGNORE)
@@ -328,11 +329,14 @@ def before_prediction(
         try:
             with torch.no_grad(), autocast(job.precision, prediction.device, keeps=False):
                 inputs, _ = split_passthrough(first.batch, first.indices)
-                return of_outputs(first._replace(batch=inputs))
+                first = first._replace(batch=inputs)
+                few = few_of(job, first)
+                sure = None if few is None else _if_sure(replica, partial(of_outputs, few, first.shard.rows))
+                return sure or of_outputs(first)
         except (RuntimeError, ModelError) as error:
             replica.raise_advised(error, first.shard, job)
 
-    def of_outputs(first: LoadedShard) -> Facts:
+    def of_outputs(first: LoadedShard, whole: int = 0) -> Facts:
         shard, forward = first.shard, prediction.forward(replica.model)
 
         def less(inputs: Any) -> Any:
@@ -355,6 +359,8 @@ def before_prediction(
         found = tried(job, replica, first, less, outputs)
         if isinstance(found, str):
             return Facts({}, flops, _only_sizes(job, found) if shard.rows > 1 else ())
+        if whole and looks_like(found, whole, job.batch_dim):
+            raise ModelError(f"{where}: an output has {whole} rows with {shard.rows} samples")  # it is asked of all
         if shard.rows > 1:
             check_sizes(found, shard.rows, job.batch_dim, where, texts)
             check_lists(found, outputs, shard.rows, where)
@@ -362,6 +368,18 @@ def before_prediction(
         return Facts({path: each.less != each.size for path, each in of_texts.items()}, flops)
 
     return answers.ask("prediction", steps, ask)
+
+
+def _if_sure(replica: Replica, ask: Callable[[], Facts]) -> Facts | None:
+    """Return what is found of a few rows; None if they leave any doubt, as a model may that wants more."""
+    try:
+        facts = ask()
+    except Exception as error:
+        if passes(error):
+            raise
+        replica.restore()
+        return None
+    return None if facts.says else facts
 
 
 def _only_sizes(job: Job, why: str) -> tuple[str, ...]:

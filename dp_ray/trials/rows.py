@@ -7,6 +7,7 @@ with the row twice. A size alone is no proof: in a shard of two rows, the hidden
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ from dp_ray.tensors.tree import (
 from dp_ray.text import counted, listed
 
 NO_BATCH = "the batch of a shard cannot be cut: not all that is in it are tensors with a row for each sample"
+
+FEW = 8  # rows of a prediction's shard that tell as much as all: the other workers wait for the answer
 
 Size = tuple[int, ...]
 
@@ -82,13 +85,28 @@ class Less(NamedTuple):
 Tried = Mapping[str, Less]  # by path
 
 
+def few_of(job: Job, first: LoadedShard) -> LoadedShard | None:
+    """Return the first FEW rows of a shard as a shard; None if it has not many more, or cannot be cut."""
+    shard, rows = first.shard, first.shard.rows
+    batch = _first_rows(job, first.batch, rows, FEW) if rows > 2 * FEW else None
+    if batch is None:
+        return None
+    return LoadedShard(replace(shard, stop=shard.start + FEW, missing=()), first.indices[:FEW], batch)
+
+
+def looks_like(found: Tried, rows: int, batch_dim: int) -> bool:
+    """Return whether an output of a few rows has the size that a shard of `rows` rows would give it."""
+    sizes = [each.size for each in found.values() if each.size is not None]
+    return any(dim is not None and size[dim] == rows for size in sizes for dim in [row_dim(size, batch_dim)])
+
+
 def tried(job: Job, replica: Replica, first: LoadedShard, run: Callable[[Any], Any], outputs: Any) -> Tried | str:
     """Run a shard with one row less, or an only row twice, and compare what `run` returns with the `outputs`.
 
     Returns why not, if the batch cannot be cut, or if it raises.
     """
     rows = first.shard.rows
-    other = _other(job, first.batch, rows)
+    other = _first_rows(job, first.batch, rows, other_rows(rows))
     if other is None:
         return NO_BATCH
 
@@ -107,8 +125,8 @@ def tried(job: Job, replica: Replica, first: LoadedShard, run: Callable[[Any], A
         return found
 
 
-def _other(job: Job, batch: Any, rows: int) -> Any | None:
-    """Return a batch without its last row, or with an only one twice; None if that is not a shard of its rows.
+def _first_rows(job: Job, batch: Any, rows: int, kept: int) -> Any | None:
+    """Return the first `kept` rows of a batch, or an only one twice; None if that is not a shard of its rows.
 
     It is not if the batch holds an object, or a number equal to that of the rows: they would not change.
     """
@@ -132,7 +150,7 @@ def _other(job: Job, batch: Any, rows: int) -> Any | None:
 
     if rows == 1:
         return gather([with_texts(lambda texts: [*texts, *texts])] * 2, dim=job.batch_dim)
-    return cut(with_texts(lambda texts: texts[:-1]), 0, rows - 1, job.batch_dim)
+    return cut(with_texts(lambda texts: texts[:kept]), 0, kept, job.batch_dim)
 
 
 def _compared(outputs: Any, less: Any) -> dict[str, Less]:

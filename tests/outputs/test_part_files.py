@@ -6,6 +6,7 @@ import itertools
 import os
 import resource
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -213,6 +214,17 @@ def test_parts_are_committed_when_time_is_up(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(parts, "PART_SECONDS", -1.0)
     folder = run_workers(Storage(str(tmp_path)), Split(30, 10, 1), Order(30))
     assert len(folder.names()) == 3
+
+
+def test_a_worker_that_is_lost_early_loses_a_tenth_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 steps of a second each: what is not committed dies with the worker, and runs again."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    folder = run_workers(Storage(str(tmp_path)), Split(300, 1, 1), Order(300), model=lambda samples: samples * 2)
+    steps = sorted(tuple(map(int, name.split("-")[1:3])) for name in folder.names())
+    assert [stop for _, stop in steps] == [*[start for start, _ in steps[1:]], 300]
+    assert all(stop - start <= 4 + 0.1 * stop for start, stop in steps)
+    assert len(steps) < 60, "each is a file"
 
 
 def known(samples: torch.Tensor) -> dict[str, torch.Tensor]:

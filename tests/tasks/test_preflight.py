@@ -12,7 +12,7 @@ from torch import nn
 from dp_ray.engine.world import own_rank
 from dp_ray.job.job import Job
 from dp_ray.messages import FlopsCounted
-from tests.support.group import StopsBefore, history_of, run_group, weights_of
+from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
 
 HERE = "tests.tasks.test_preflight"
 FACTS = "facts.json"
@@ -35,16 +35,21 @@ class Rows(torch.utils.data.Dataset[Any]):
 
 
 class Telling(nn.Module):
-    """Writes into a file, in each forward, its rank and its rows; it gives 4 prototypes beside its outputs."""
+    """Writes into a file, in each forward, its rank and its rows; it gives some prototypes beside its outputs."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, prototypes: int = 4, least: int = 0) -> None:
         super().__init__()
-        self.layer, self.prototypes = nn.Linear(6, 4), nn.Parameter(torch.randn(4, 4))
-        self.file = file
+        self.layer, self.prototypes = nn.Linear(6, 4), nn.Parameter(torch.randn(prototypes, 4))
+        self.file, self.least = file, least
+        self.ran: torch.Tensor
+        self.register_buffer("ran", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> Any:
         with Path(self.file).open("a") as file:
             file.write(f"{own_rank()} {len(inputs)}\n")
+        self.ran += 1
+        if len(inputs) < self.least:
+            raise ValueError("too few rows")
         return {"near": self.layer(inputs), "prototypes": self.prototypes * 1.0, "names": ["a"] * len(inputs)}
 
 
@@ -163,6 +168,35 @@ def test_a_prediction_asks_of_shard_0_alone(tmp_path: Path) -> None:
     assert facts(tmp_path) == [{"rows": {"names": True}, "flops": None}]
     run_group(prediction(tmp_path, workers=2), tmp_path / "run")
     assert {line.split()[1] for line in forwards(tmp_path)} == {"4"}, "what goes on asks nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "asked"), [(20, {"0 8": 1, "0 7": 1}), (4, {"0 3": 1, "0 4": 1})])
+def test_a_prediction_of_large_shards_asks_a_few_rows(tmp_path: Path, rows: int, asked: dict[str, int]) -> None:
+    """Else all workers would wait for two runs of the whole first shard."""
+    dataset = {"target": f"{HERE}:Rows", "args": {"length": 4 * rows}}
+    run_group(prediction(tmp_path, workers=2, dataset=dataset, batch_size=2 * rows, shards=2), tmp_path / "run")
+    assert forwards(tmp_path) == Counter({f"0 {rows}": 2, f"1 {rows}": 2}) + Counter(asked)
+    assert facts(tmp_path) == [{"rows": {"names": True}, "flops": None}]
+
+
+@pytest.mark.slow
+def test_a_model_that_wants_many_rows_is_asked_of_a_whole_shard(tmp_path: Path) -> None:
+    dataset = {"target": f"{HERE}:Rows", "args": {"length": 40}}
+    model = {"target": f"{HERE}:Telling", "args": {"file": str(tmp_path / "forwards"), "least": 10}}
+    keys: dict[str, Any] = {"model": model, "dataset": dataset, "batch_size": 20, "shards": 1, "workers": 1}
+    run_group(prediction(tmp_path, **keys), tmp_path / "run")
+    assert forwards(tmp_path) == Counter({"0 8": 1, "0 19": 1, "0 20": 3})
+    assert facts(tmp_path) == [{"rows": {"names": True}, "flops": None}]
+
+
+@pytest.mark.slow
+def test_an_output_as_long_as_a_large_shard_is_asked_of_all_its_rows(tmp_path: Path) -> None:
+    dataset = {"target": f"{HERE}:Rows", "args": {"length": 80}}
+    model = {"target": f"{HERE}:Telling", "args": {"file": str(tmp_path / "forwards"), "prototypes": 20}}
+    keys: dict[str, Any] = {"model": model, "dataset": dataset, "batch_size": 20, "shards": 1, "workers": 1}
+    with pytest.raises(ProcessExit, match=r"'prototypes' has the size \[20, 4\] with 20 rows, and \[20, 4\] with 19"):
+        run_group(prediction(tmp_path, **keys, outputs={"keep": None}), tmp_path / "run")
 
 
 @pytest.mark.slow
