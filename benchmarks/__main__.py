@@ -12,8 +12,8 @@ from benchmarks.table import heading, line
 
 NAMES = (
     *("run", "commands", "session", "predict", "outputs", "train", "faults", "survivors", "reports", "growth"),
-    *("order", "feeds", "ahead", "start", "pages", "metrics", "sharding", "tax", "parallel", "loops", "mixture"),
-    "packing",
+    *("order", "feeds", "ahead", "start", "pages", "metrics", "sharding", "tax", "channel", "parallel", "loops"),
+    *("mixture", "packing"),
 )
 
 

@@ -1,8 +1,8 @@
 """Ray's own gate `torch_mnist_cpu`: an MLP, SGD, batches of 64, 4 epochs with a validation each, on 2 workers.
 
 Both sides of Ray's gate stand in its `torch_benchmark.py` and are run from there: `train_func` under torchrun, and
-under TorchTrainer, for which it takes the older of Ray Train's two versions. The images are made: 19,200 for training,
-3,200 for validation.
+under TorchTrainer, for which it takes the older of Ray Train's two versions. The images are made: 19,200 for
+training, 3,200 for validation.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from benchmarks.cluster import scratch
 from benchmarks.compare import at_most
 from benchmarks.peers.needed import environment, script
-from benchmarks.peers.sides import in_turns, rows, timed
+from benchmarks.peers.sides import Timed, in_turns, rows, timed
 from benchmarks.start import ROOT
 from benchmarks.table import Row
 
@@ -78,12 +78,15 @@ def measure() -> Iterator[Row]:
         script_of_ddp, job = Path(runs, "under_ddp.py"), Path(runs, "gate.json")
         script_of_ddp.write_text(UNDER_DDP)
         job.write_text(json.dumps({**JOB, "storage": str(runs)}))
-        torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script_of_ddp)
-        run = partial(timed, cwd=ROOT, PYTHONPATH=f"{folder}:{ROOT}")
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+        def run(*words: object, **variables: str) -> Timed:
+            return timed([python, *words], ROOT, PYTHONPATH=f"{folder}:{ROOT}", **variables)
+
         sides = {
-            "dp_ray": partial(run, [python, "-m", "dp_ray", "run", job, "--quiet", "--overwrite"]),
-            "torchrun": partial(run, torchrun),
-            "TorchTrainer": partial(run, [python, "-c", UNDER_RAY], RAY_TRAIN_V2_ENABLED="0"),
+            "dp_ray": partial(run, "-m", "dp_ray", "run", job, "--quiet", "--overwrite"),
+            "torchrun": partial(run, *launcher, script_of_ddp),
+            "TorchTrainer": partial(run, "-c", UNDER_RAY, RAY_TRAIN_V2_ENABLED="0"),
         }
         found = in_turns(sides)
     what = "peers: Ray's torch_mnist_cpu, 2 workers"

@@ -72,7 +72,7 @@ class Place:
     def run(self, side: str, workers: int, name: str, *more: str) -> Timed:
         """Run a side's whole command; what it leaves is in its folder of this name."""
         shutil.rmtree(self.out(side, name), ignore_errors=True)
-        return timed([*self.command(side, workers, name), *more], cwd=self.folder, **self.variables(side, name))
+        return timed([*self.command(side, workers, name), *more], self.folder, **self.variables(side, name))
 
     def out(self, side: str, name: str) -> Path:
         return self.folder / "runs" / side / name

@@ -25,7 +25,7 @@ from benchmarks.cluster import scratch
 from benchmarks.commands import ROOT
 from benchmarks.compare import at_most
 from benchmarks.peers.needed import environment, script
-from benchmarks.peers.sides import Timed, in_turns, rows, timed
+from benchmarks.peers.sides import Timed, in_turns, rows, stamps_in, timed
 from benchmarks.table import Row, time_text
 
 IMAGES = 3_000
@@ -129,9 +129,9 @@ def _run(name: str, command: list[object], folder: Path, meanwhile: Meanwhile | 
 def _kill_one(stamps: Path) -> None:
     """Kill one of the processes that run the model, once half of all batches are done."""
     while stamps.exists():
-        files = [*stamps.iterdir()]
-        if sum(file.stat().st_size for file in files) // 8 >= IMAGES // BATCH // 2:
-            os.kill(int(files[0].name), signal.SIGKILL)
+        batches = stamps_in(stamps)
+        if sum(map(len, batches.values())) >= IMAGES // BATCH // 2:
+            os.kill(next(iter(batches)), signal.SIGKILL)
             return
         time.sleep(0.05)
 

@@ -57,12 +57,13 @@ def timed(
     command: Sequence[object],
     cwd: Path | None = None,
     meanwhile: Callable[[Path], None] | None = None,
+    /,
     **variables: str,
 ) -> Timed:
     """Run a command, with one thread for each process unless a variable says otherwise; it must succeed.
 
     Steps are seen in each process of Python that it starts. A thread may do something `meanwhile`, given the folder
-    of the stamps: a file for each of these processes, named by its pid, with 8 bytes a step.
+    of the stamps: see `stamps_in`.
     """
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()

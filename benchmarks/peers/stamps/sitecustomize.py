@@ -27,7 +27,7 @@ def bits(optimizer: Any) -> int:
     return found
 
 
-def keep(optimizer: Any, *_: object) -> None:
+def keep(optimizer: Any = None, *_: object) -> None:
     """Add the time of a step; called after each."""
     now, pid, every = time.time(), os.getpid(), int(os.environ.get("BITS", 0))
     if pid not in FILES:
