@@ -20,7 +20,7 @@ from torch import nn
 
 from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.world import all_gather, everyone, is_gpu, new_group, without_frames
-from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, parents
+from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, leaves, parents
 from dp_ray.tensors.flat import FlatLayout, Form, HasForm
 
 Gradients = list[torch.Tensor | None]
@@ -90,14 +90,8 @@ class ShardSums(TreeSums):
         self._pairs = leaf_pairs(self.root)
 
     def leaves(self, shards: Sequence[int]) -> list[Node]:
-        """Return the nodes, of one or two shards each, whose gradients autograd makes when `shards` run in order."""
-        leaves: list[Node] = []
-        for shard in shards:
-            if leaves and leaves[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in self._pairs:
-                leaves[-1] = (shard - 1, shard + 1)
-            else:
-                leaves.append((shard, shard + 1))
-        return leaves
+        """Return the nodes whose gradients autograd makes when `shards` run in order."""
+        return leaves(shards, self._pairs)
 
     def move(self, node: Node) -> None:
         """Move the parameters' gradients, those of a node, into the sums."""
