@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.audits import Audits, Verdict, judged, odd_ones
+from dp_ray.plan.audits import Audit, Audits, Verdict, judged, odd_ones
 from dp_ray.plan.split import Split
 
 SHARES = st.fractions(Fraction(1, 50), 1, max_denominator=60)
 
 
-def audits_of(share: Fraction, workers: int, seed: int = 0, shards: int = 8, audits: int = 60) -> list[object]:
+def audits_of(share: Fraction, workers: int, seed: int = 0, shards: int = 8, audits: int = 60) -> list[Audit]:
     steps = int(audits / share) + 1
     dealt = Audits(Split(steps * 24, 24, shards), share, seed, workers)
     return [audit for audit in map(dealt.of_step, range(steps)) if audit is not None]

@@ -219,6 +219,10 @@ class State:
                 "(register_buffer), as None if its size is not known there"
             )
 
+    def now(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that forwards write, with their values of now, by name."""
+        return present_in(self._held.now())
+
     def restore(self) -> None:
         """Undo what forwards have written; raises ModelError if a value of before is lost."""
         self._raise_lost()
