@@ -98,20 +98,19 @@ class Auditor:
             self.suspects.setdefault(rank, []).append(step)
         self.convicted = tuple(sorted({*verdict.convicted, *again}))
         at_fault = self.convicted or verdict.unclear or verdict.transient
-        who, rank = listed(self.names[one] for one in at_fault), self.world.rank
+        told, rank = f"audit: step {step}: {listed(self.names[one] for one in at_fault)}", self.world.rank
         if not self.convicted and not verdict.unclear and not is_of_state:
-            self.say(f"audit: step {step}: {what} on {who} was wrong, once: the step is done again")
+            self.say(f"{told} had other bits of {what}, once: the step is done again")
             return
         self.step, self.since = step, min(self.clean[one] for one in at_fault)
-        told = f"audit: step {step}: {what} on {who} differs"
         if verdict.unclear:
-            raise Differs(f"{told}, and it is not known which of them {WRONG}")
-        text = f"{told} from the others', so its processor {WRONG}"
+            raise Differs(f"{told} have different bits of {what}, and it is not known which of them {WRONG}")
+        told += f" has other bits of {what} than the other workers"
         if rank not in at_fault:
-            raise WorkerError(text)
+            raise WorkerError(told)
         if not self.convicted:
-            raise ModelError(f"{told} from the others': it goes on from an earlier checkpoint")
-        raise ComputesWrong(text) from RuntimeError(WRONG)
+            raise ModelError(f"{told}; all go on from an earlier checkpoint")
+        raise ComputesWrong(f"{told}: its processor {WRONG}") from RuntimeError(WRONG)
 
 
 @dataclass(eq=False)
@@ -252,8 +251,9 @@ class StepAudit:
 
     def settle(self) -> None:
         """Note who has computed wrong; raises what the auditor's `settle` raises."""
-        shards = listed(str(shard.shard) for shard in self.auditor.plan.of_leaf(self.audit))
-        self.auditor.settle(self.audit.step, f"what was computed of shard {shards}", self.verdict)
+        first, *more = [str(shard.shard) for shard in self.auditor.plan.of_leaf(self.audit)]
+        what = f"shards {listed([first, *more])}" if more else f"shard {first}"
+        self.auditor.settle(self.audit.step, what, self.verdict)
 
 
 def _digests(what: str, tree: Any) -> Begun:

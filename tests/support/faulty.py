@@ -1,4 +1,4 @@
-"""A processor that computes wrong: the kernels of one worker's process, of which a model and an optimizer are made."""
+"""A processor that computes wrong: the kernels of one worker, of which a model and an optimizer are made."""
 
 from dataclasses import dataclass
 from typing import Any
