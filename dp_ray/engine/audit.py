@@ -215,8 +215,8 @@ class StepAudit:
                 with self._reduction.adding_nothing() if a_pass.loss.result.is_nothing else NOTHING:
                     loss.backward(a_pass.gradients.of_loss(loss, self._divisor))  # type: ignore[no-untyped-call]
                 gradients = [parameter.grad for parameter in sums.parameters]
-        sums.audit(self.audit.leaf)  # no more is taken: the sums are there
-        sums.digest(self.audit.leaf, gradients)
+        sums.audit(None)
+        sums.digest(gradients)
         return Ran(_word(batch), _word(leaf + sums.digests))
 
     def _agree(self, *own: int) -> bool:

@@ -13,6 +13,7 @@ import json
 import re
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -271,8 +272,10 @@ class CheckpointWriter:
         passed_over, self._passed_over = self._passed_over - {step}, set()
         good = [step for step in steps_of(self._checkpoints) if step not in passed_over]
         self._checkpoints.before_commit()  # after the look: those of a newer attempt are not among them
-        of_floor = max((step for step in good if floor is not None and step <= floor), default=None)
-        for old in {*passed_over, *good[: -self._keep]} - {best_step, of_floor}:
+        # And the oldest one above it, which becomes that of a later floor.
+        below = 0 if floor is None else bisect_right(good, floor)
+        around = set() if floor is None else {*good[max(0, below - 1) : below + 1]}
+        for old in {*passed_over, *good[: -self._keep]} - {best_step} - around:
             self._checkpoints.delete(checkpoint_name(old))
         # Older pieces without a checkpoint are those of a killed attempt.
         kept, pieces = {step, *steps_of(self._checkpoints)}, self._checkpoints.child(PIECES)

@@ -99,8 +99,8 @@ class Sgd(torch.optim.SGD):
 
 
 class OtherRows(Pairs):
-    """Pairs of which one worker reads one otherwise."""
+    """Pairs of which one worker reads some otherwise."""
 
     def __getitem__(self, index: int) -> Any:
         inputs, target = super().__getitem__(index)
-        return (inputs + 1, target) if index == 9 and own_rank() == 1 else (inputs, target)
+        return (inputs + 1, target) if index % 3 == 0 and own_rank() == 1 else (inputs, target)

@@ -73,7 +73,7 @@ def test_a_steady_fault_convicts_its_worker(tmp_path: Path, clean: Path, kind: s
     found = noted(tmp_path / "run")
     assert re.search(r"audit: step \d+: rank 2 on localhost has other bits of shard", line)
     assert [*found["convicted"]] == ["localhost, cpu 2"]
-    assert max(steps_kept(tmp_path / "run")) <= found["clean"]["localhost, cpu 2"]
+    assert 0 < max(steps_kept(tmp_path / "run")) <= found["clean"]["localhost, cpu 2"]
     line = ended(tmp_path / "run", [2, "none"], workers=3, audit=audit)  # no other processor
     assert "no other processor is free for it" in line
     run_group(made(workers=2, audit=audit), tmp_path / "run")
@@ -118,7 +118,7 @@ def test_a_second_wrong_weight_convicts(tmp_path: Path) -> None:
 
 def test_other_samples_are_an_error_of_the_data(tmp_path: Path) -> None:
     data = {"target": "tests.support.faulty:OtherRows"}
-    with pytest.raises(ProcessExit, match="have read other values for sample 9: a dataset must give the same"):
+    with pytest.raises(ProcessExit, match=r"have read other values for sample \d+: a dataset must give the same"):
         run_group(made(data=data, workers=3), tmp_path / "run")
     assert not (tmp_path / "run" / "audits.json").exists() or noted(tmp_path / "run")["convicted"] == {}
 

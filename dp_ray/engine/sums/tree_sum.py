@@ -98,13 +98,11 @@ class ShardSums(TreeSums):
         """Take the digests of a node's gradients in this step, of None of none."""
         self.audited, self.digests = node, []
 
-    def digest(self, node: Node | None, gradients: Gradients, numbers: Iterable[int | None] | None = None) -> None:
-        """Take the digests of a node's gradients if it is audited; by default of all parameters.
+    def digest(self, gradients: Gradients, numbers: Iterable[int | None] | None = None) -> None:
+        """Take the digests of gradients, of the parameters of these numbers; by default of all.
 
         One without a gradient counts as one of zeros that add nothing: so DDP has it.
         """
-        if node is None or node != self.audited:
-            return
         numbered = zip(range(len(self.parameters)) if numbers is None else numbers, gradients, strict=True)
         found = {
             str(at): zeros_that_add_nothing(self.parameters[at].detach()) if gradient is None else gradient
@@ -123,7 +121,8 @@ class ShardSums(TreeSums):
         # Else the next backward would add its gradients to these sums, in the same memory.
         for parameter in self.parameters:
             parameter.grad = None
-        self.digest(node, gradients)
+        if node == self.audited:
+            self.digest(gradients)
         self.take(node, gradients)
 
     def used(self) -> set[int]:
@@ -137,7 +136,8 @@ class ShardSums(TreeSums):
     ) -> list[Gradients | None]:
         """Return the sums of `nodes` for some parameters; their `gradients` of the node `last` are not held here."""
         numbers = [self._numbers.get(id(parameter)) for parameter in bucket]
-        self.digest(last, gradients, numbers)
+        if last is not None and last == self.audited:
+            self.digest(gradients, numbers)
         held: dict[Node, Gradients] = {
             node: [None if number is None else sums[number] for number in numbers] for node, sums in self.held.items()
         }
