@@ -65,6 +65,8 @@ class _Product(torch.autograd.Function):
 class Kernels(nn.Module):
     """Two layers made of the kernel, with a buffer between that each forward writes."""
 
+    mean: torch.Tensor
+
     def __init__(self, fault: list[Any] | None = None) -> None:
         super().__init__()
         global _fault, _calls
@@ -74,13 +76,14 @@ class Kernels(nn.Module):
         self.register_buffer("mean", torch.zeros(12))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = _Product.apply(inputs, self.first).relu()
+        product: Any = _Product.apply
+        hidden = product(inputs, self.first).relu()
         mean = self.mean * 0.9 + hidden.detach().mean(0) * 0.1
         if is_here("buffer") and _fault is not None and _calls > _fault.at:
             mean = flipped(mean)
         self.mean.copy_(mean)
-        product: torch.Tensor = _Product.apply(hidden - self.mean, self.second)
-        return product
+        outputs: torch.Tensor = product(hidden - self.mean, self.second)
+        return outputs
 
 
 class Sgd(torch.optim.SGD):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dp_ray.errors import JobError
+from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
 from tests.support.trainings import job_of
@@ -139,3 +140,17 @@ def test_other_samples_are_an_error_of_the_data(tmp_path: Path) -> None:
 def test_what_is_not_audited_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(JobError, match="audit: "):
         made(**keys)
+
+
+@pytest.mark.parametrize(
+    ("calls", "says"), [(1, "rank 1 on localhost had other bits of shard"), (10**5, "computes wrong")]
+)
+def test_the_example(tmp_path: Path, in_project: Path, calls: int, says: str) -> None:
+    job = load_job("jobs/audited.yaml", {"model.args.calls": calls})
+    try:
+        told = " ".join(map(str, run_group(job, tmp_path / "run")))
+    except ProcessExit as error:
+        told = str(error)
+    assert says in told
+    found = noted(tmp_path / "run")
+    assert [*found["convicted" if calls > 1 else "suspects"]] == ["localhost, cpu 1"]
