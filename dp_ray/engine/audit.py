@@ -105,12 +105,13 @@ class Auditor:
         self.step, self.since = step, min(self.clean[one] for one in at_fault)
         if verdict.unclear:
             raise Differs(f"{told} have different bits of {what}, and it is not known which of them {WRONG}")
-        told += f" has other bits of {what} than the other workers"
+        then = f"its processor {WRONG}" if self.convicted else "all go on from an earlier checkpoint"
+        told += f" has other bits of {what} than the other workers: {then}"
         if rank not in at_fault:
             raise WorkerError(told)
         if not self.convicted:
-            raise ModelError(f"{told}; all go on from an earlier checkpoint")
-        raise ComputesWrong(f"{told}: its processor {WRONG}") from RuntimeError(WRONG)
+            raise ModelError(told)
+        raise ComputesWrong(told) from RuntimeError(WRONG)
 
 
 @dataclass(eq=False)
@@ -140,7 +141,7 @@ class StepAudit:
         """Begin a pass, whose losses are divided by `divisor`."""
         assert reduction.sums is not None, "an audited job is bitwise"
         self._pass, self._reduction, self._sums, self._divisor = a_pass, reduction, reduction.sums, divisor
-        self._written = [*a_pass.state.now()]  # as it is known to all workers alike
+        self._written = [*a_pass.state.shared_by_all()]  # all learn of more in the step's end
         self._sums.audit(self.audit.leaf if self._runs else None)
 
     def _is_of_leaf(self, shard: Shard | None) -> bool:
@@ -157,7 +158,7 @@ class StepAudit:
             self._leaf += self._seen(shard)
 
     def _seen(self, shard: Shard) -> Begun:
-        row, now = self._pass.loss.result.row, self._pass.state.now()
+        row, now = self._pass.loss.result.row, self._pass.state.shared_by_all()
         written = {name: now[name] for name in self._written if name in now}
         return _digests(f"row and writes of {shard.shard}", [list(row or ()), [*written], [*written.values()]])
 
