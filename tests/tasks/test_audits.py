@@ -12,7 +12,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.files import load_job
 from dp_ray.job.job import Job
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
-from tests.support.trainings import job_of
+from tests.support.trainings import ADAMW, job_of
 
 KEYS: dict[str, Any] = {
     "batch_size": 24,
@@ -154,3 +154,31 @@ def test_the_example(tmp_path: Path, in_project: Path, calls: int, says: str) ->
     assert says in told
     found = noted(tmp_path / "run")
     assert [*found["convicted" if calls > 1 else "suspects"]] == ["localhost, cpu 1"]
+
+
+AUGMENTED = {"target": "tests.support.training:Pairs", "args": {"augment": True}}
+EVAL = {"dataset": {"target": "tests.support.training:Images", "args": {"length": 20}}, "every_steps": 2}
+TRAININGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "BatchNorm": ("conv", "Images", {"optimizer": ADAMW, "batch_size": 22}),
+    "dropout": ({"target": "tests.support.training:mlp", "args": {"dropout": 0.4}}, "Pairs", {}),
+    "transforms with generators": ("mlp", AUGMENTED, {}),
+    "transforms in loader processes": ("mlp", AUGMENTED, {"loader": {"processes": 2}}),
+    "bf16": ("mlp", "Pairs", {"precision": "bf16"}),
+    "fp16": ("mlp", "Pairs", {"precision": "fp16"}),
+    "checkpointed activations, tied weights": ("Blocks", "Sentences", {"activation_checkpointing": True}),
+    "parameters that some shards use": ("partly_used", "Pairs", {}),
+    "averages, a clip and evaluations": ("conv", "Images", {"ema": {"decay": 0.5}, "grad_clip": 0.1, "eval": EVAL}),
+    "a weight for each shard": ("mlp", "PartlyLabelled", {"loss": "tests.support.training:mean_of_labels"}),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_no_false_alarm(tmp_path: Path, name: str) -> None:
+    model, data, keys = TRAININGS[name]
+    common = {"batch_size": 24, "shards": 6, "bitwise": True, "workers": 4, "epochs": 3}
+    told = run_group(job_of(model, data, **{**common, **keys, "audit": 1}), tmp_path / "run")
+    assert not [one for one in told if "audit" in str(one)]
+    found = noted(tmp_path / "run")
+    assert found["suspects"] == found["convicted"] == {} and min(found["clean"].values()) > 2
+    run_group(job_of(model, data, **{**common, **keys, "workers": 1}), tmp_path / "alone")
+    assert_same(tmp_path / "run", tmp_path / "alone")
