@@ -45,7 +45,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "The same numbers on any workers",
         "What decides the bits of a result.",
-        ("shards", "seed", "bitwise", "sync_batchnorm"),
+        ("shards", "seed", "bitwise", "audit", "sync_batchnorm"),
     ),
     (
         "Carry on",
@@ -104,6 +104,7 @@ LINKS: dict[str, str] = {
     "early_stopping": "[More](steps.md#stop-early)",
     "ema": "[More](steps.md#average-the-weights)",
     "hooks": "[More](steps.md#hooks)",
+    "audit": "[More](faults.md#find-a-processor-that-computes-wrong)",
     "stop_on_nan": "[More](replay.md#stop-at-the-first-one)",
     "step": "[More](steps.md#a-step-of-your-own)",
     "loop": "[A loop of your own](loops.md)",

@@ -306,7 +306,8 @@ def _copies_of_gradient(job: Job, workers: int, shards: int) -> int:
     for node in sums.leaves(mine) if job.bitwise else ():
         most = max(most, 1 + len(sums.held))
         sums.move(node)
-    return most + (workers > 1 and len(mine) > 1)  # DDP's buckets, into which the last shard's sums are copied
+    most += workers > 1 and len(mine) > 1  # DDP's buckets, into which the last shard's sums are copied
+    return max(most, 2) if job.audit is not None else most  # an auditor's own stand beside the sums
 
 
 def _sharded(

@@ -7,7 +7,7 @@ training that its job declares, and as many as a loop of the user's asks for.
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dp_ray.engine.alignment import must_align
+from dp_ray.engine.audit import StepAudit
 from dp_ray.engine.average import EVALUATED, Average
 from dp_ray.engine.clock import Part, StepClock
 from dp_ray.engine.forward.model import begin_to_train, has_own_modes, returning
@@ -141,7 +142,8 @@ class TrainedModel:
         placement, job = self.placement, self.placement.job
         aligns = must_align(job, placement.world.device)
         check_sums_once({"": self.model, **beside})
-        state = StepState(self.model, placement.parts(), beside, aligns, placement.outlives_group)
+        may_drop = placement.outlives_group or job.audit is not None
+        state = StepState(self.model, placement.parts(), beside, aligns, may_drop)
         placement.watch_attributes(state)
         return state
 
@@ -196,7 +198,7 @@ class TrainingStep:
     `loaded` has this worker's shards. `on_shard` gets each of the first pass, with its batch and output.
     `wants_stop` asks all workers to stop after the step; `stops` says that one of them has asked. `updated` has the
     learning rate of each update, and the norm of its gradient. `is_empty` says, once a pass has run, that no row is
-    left.
+    left. With an `audit` the first pass is audited, and done again where a worker has computed wrong, once.
     """
 
     trainer: TrainedModel
@@ -204,6 +206,7 @@ class TrainingStep:
     loaded: LoadedStep
     on_shard: OnShard | None = None
     wants_stop: bool = False
+    audit: StepAudit | None = None
     totals: Totals | None = field(default=None, init=False)  # of the first pass
     num_passes: int = field(default=0, init=False)  # that have begun
     updated: dict[int, tuple[float, torch.Tensor]] = field(default_factory=dict, init=False)
@@ -228,7 +231,10 @@ class TrainingStep:
                 stats.vote()  # before the gradients: the vote rides on their all-reduce
             if trainer.may_lose_rows:
                 stats.set_aside(sum(len(shard.missing) for shard in self.loaded.shards))
+        a_pass.audit = audit = self.audit if is_first else None
         a_pass.run(self.running, self.on_shard if is_first and loaded is None else None, number)
+        if audit is not None and audit.verdict:
+            return self._done_again(a_pass, audit)
         self.running = None
         trainer.clock.enter(Part.UPDATE)
         totals = stats.total()
@@ -244,6 +250,17 @@ class TrainingStep:
                 may_be_empty = on_error is not None and whole.rows <= on_error.quarantine
                 self.is_empty = whole.rows == 0 or (may_be_empty and int(totals.missing) == whole.planned_rows)
         return totals
+
+    def _done_again(self, a_pass: "Pass", audit: StepAudit) -> Totals:
+        """Undo the first pass, which an audit has found wrong, and run it again; raises what `settle` raises."""
+        trainer, auditor = self.trainer, audit.auditor
+        audit.settle()
+        assert isinstance(trainer.optimizer_step, OptimizerStep)
+        trainer.state.drop()
+        trainer.optimizer_step.drop_gradients()
+        self.num_passes, self.on_shard, self.audit = 0, None, replace(audit)  # its shards are told already
+        with auditor.read(self.number, auditor.world.rank, auditor.plan) as self.loaded:
+            return self.backward(a_pass)
 
     def update(self, optimizer_step: OptimizerStep, number: int = 0) -> None:
         """Update the parameters by their gradients: the training's update of this `number`. Without rows, do nothing.
@@ -299,8 +316,10 @@ class Pass:
     After it, the gradients are those of the summed loss of the whole batch, on every worker, divided by the batch's
     rows unless the loss is that sum. A step may have several passes, as of a GAN, each with a loss of its own.
     `stats` has the sums and weights of what the loss measures. `rows` says, by the paths of the outputs for a loss
-    over the batch, which have rows, as far as that is known.
+    over the batch, which have rows, as far as that is known. An `audit` has a leaf of the step run again.
     """
+
+    audit: StepAudit | None = None
 
     def __init__(self, model: TrainedModel, loss: ShardLoss, gradients: Gradients) -> None:
         self.placement, self.loss, self.gradients = model.placement, loss, gradients
@@ -322,7 +341,7 @@ class Pass:
         Every rank calls this. `on_shard` gets each shard with its batch and output. `number` tells the passes of a
         step apart, for their random numbers. Raises ModelError, which names step and shard, for user errors.
         """
-        replica, clock, stats = self.replica, self.clock, self.stats
+        replica, clock, stats, audit = self.replica, self.clock, self.stats, self.audit
         if replica.forwards.are_collective:
             loaded = replica.forwards.begin(loaded)
         has_forward = False  # whether the pass's only forward has run
@@ -341,12 +360,20 @@ class Pass:
         left = len(filled) + len(dummies)
         # By the rows of the whole batch, which all workers know: so they plan the same exchange.
         reduction.begin(loaded.step, filled, num_filled(whole_rows, self._split.shards), left)
+        num_runs = len(filled)
+        if audit is not None:
+            audit.begin(self, reduction, divisor)
+            num_runs += 2  # any worker may be asked to run another shard after its own
         if not has_forward:  # else it has written the state
-            replica.begin(len(filled), len(filled) < len(loaded.shards) and loaded.lacks_shard_0)
+            replica.begin(num_runs, len(filled) < len(loaded.shards) and loaded.lacks_shard_0)
         for turn in replica.rounds(loaded, dummies):
             left -= 1
             clock.enter(Part.FORWARD)
+            if audit is not None:
+                audit.before(turn.shard, turn.batch)
             loss = self._forward(reduction, turn, number)
+            if audit is not None:
+                audit.after(turn.shard)
             if turn.shard is not None and on_shard is not None:
                 on_shard(turn.shard, turn.batch, self.loss.result.step_output)
             clock.enter(Part.BACKWARD)
@@ -355,6 +382,8 @@ class Pass:
             del loss  # and its graph, before the next batch is read
         # On every worker to its end, where it waits for the last sums: `stats` is whole only then.
         reduction.finish(stats.numbers)
+        if audit is not None:
+            audit.compare(loaded.again)
         # After the sums: the broadcast of buffers, for which this waits, goes on while they come.
         if self.state.finish(number == 0):  # in early steps
             check_sums_once({"": self.placement.model, **self.state.beside})  # a forward may have made one
@@ -416,12 +445,17 @@ class Pass:
 
     @contextmanager
     def again(
-        self, loaded: LoadedShard, number: int = 0, around: AbstractContextManager[object] | None = None
+        self,
+        loaded: LoadedShard,
+        number: int = 0,
+        around: AbstractContextManager[object] | None = None,
+        in_step: bool = False,
     ) -> Iterator[torch.Tensor]:
         """Run a shard's forward beside the reduction, on this worker alone; the block runs its loss's backward.
 
         The forward runs in `around`. In the block, gradients are the shard's alone. After it gradients, state, and
-        what requires a gradient are as before. Raises ModelError, which names step and shard, for user errors.
+        what requires a gradient are as before; `in_step`, after the step's shards, the state is as before the step.
+        Raises ModelError, which names step and shard, for user errors.
         """
         shard, parameters = loaded.shard, list(self.placement.model.parameters())
         before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
@@ -434,7 +468,7 @@ class Pass:
                 return loss
 
         try:
-            with self.replica.again(loaded, forward, number) as loss:
+            with self.replica.again(loaded, forward, number, in_step) as loss:
                 self.gradients.hooks.look()
                 with reraise_as(f"{location(shard)}: backward", lambda error: batch_hint(error, loaded.batch)):
                     yield loss

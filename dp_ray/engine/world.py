@@ -371,7 +371,7 @@ class Trouble(Enum):
     )
     BROKEN_GPU = (
         r"uncorrectable (ECC|NVLink) error|ECC_UNCORRECTABLE|nvlink or a hardware error|\bXid\b|fallen off the bus"
-        "|GPU is lost",
+        "|GPU is lost|computes wrong",
         "a GPU of this node is broken: look at nvidia-smi -q -d ECC and dmesg | grep Xid there",
     )
     BUSY_GPU = (

@@ -94,10 +94,16 @@ def _message(path: str, detail: Any, workers: Any = None) -> str:
     return f"{says}, got a {type(got).__name__}" if secret else f"{says}, got {hide(repr(got)):.80}"
 
 
-_MAPPED = ("workers", "shuffle", "activation_checkpointing")  # keys that are a number or the like, or a mapping
+_MAPPED = (
+    "workers",
+    "shuffle",
+    "activation_checkpointing",
+    "audit",
+)  # keys that are a number or the like, or a mapping
 
 _ALLOWED = {
     "activation_checkpointing": "true, false, a list of classes like [Block], or {budget: 0.5}",
+    "audit": "null, a share of the steps above 0 and up to 1, like 0.01, or {share: 0.01, rewind: false}",
     "shuffle": "true, false, 'blocks' or {window_blocks: N, block_rows: M}",
     "workers": "a number of workers from 0 up, or {min: N, max: M}",
     "gpus_per_worker": "'auto' or a number from 0 up",

@@ -191,7 +191,7 @@ class Job(MeasuringKeys):
             *("placement", "devices", "input_device", "device_map", "loader", "checkpoint", "retries"),
             "on_lost_worker",
             *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
-            *("activation_checkpointing", "stop_on_nan", "hooks", "bucket_cap_mb"),
+            *("activation_checkpointing", "stop_on_nan", "hooks", "bucket_cap_mb", "audit"),
             "evaluation",  # whose dataset and metrics stand in the job that runs
         )
     )
@@ -221,7 +221,7 @@ class Job(MeasuringKeys):
             )
         problems = itertools.chain(
             *(self._of_loop(), self._of_data(), self._of_devices(), self._of_training(), self._of_sharding()),
-            *(self._of_metrics(), self._of_profile()),
+            *(self._of_metrics(), self._of_profile(), self._of_audit()),
         )
         problem = next(problems, None)  # the first alone: the others may follow from it
         if problem is not None:
@@ -373,6 +373,27 @@ class Job(MeasuringKeys):
             )
         if self.sync_batchnorm:
             yield "sync_batchnorm: is not possible with strategy: fsdp; leave one of them out"
+
+    def _of_audit(self) -> Iterator[str]:
+        """Yield what an audit needs, and what is not audited yet."""
+        if self.audit is None or self.task == "evaluate":
+            return
+        if self.task == "predict":
+            yield "audit: task predict is not audited yet; leave audit out"
+        if not self.bitwise:
+            yield "audit: needs bitwise: true, so that workers have the same bits to compare"
+        cannot = {
+            "strategy: fsdp": self.is_sharded,
+            "loop": self.loop is not None,
+            "compile": self.compile,
+            "on_error": self.on_error is not None,
+            "skip": self.skip is not None,
+            "loss.over: batch": self.loss_over_batch,
+            "several devices a worker": self.num_devices > 1,
+        }
+        for key, is_set in cannot.items():
+            if is_set:
+                yield f"audit: is not possible with {key} yet; leave one of them out"
 
     @property
     def is_sharded(self) -> bool:

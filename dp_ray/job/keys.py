@@ -423,6 +423,21 @@ class CheckpointKeys(Strict):
     search for the best starts again if metric or mode change."""
 
 
+def _share(value: Any) -> Any:
+    """The short form `audit: 0.01` as a mapping."""
+    return {"share": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+class AuditKeys(Strict):
+    """How many steps are audited, and what follows."""
+
+    share: Annotated[float, Field(ge=1e-6, le=1)]
+    """The share of the steps in which one worker runs a part of another one's batch again."""
+    rewind: bool = True
+    """Whether a training goes back to a checkpoint from before the first suspect step. false: a line names these
+    steps, and they stay."""
+
+
 class OnError(Strict):
     """What becomes of bad samples: they are set aside, up to a limit."""
 
@@ -929,6 +944,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     torch's own, which is 25 after a first one of 1."""
     bitwise: bool = False
     """Weights, losses and outputs are the same bits on any number of workers from 1 to `shards`."""
+    audit: Annotated[AuditKeys, BeforeValidator(_share, json_schema_input_type=float | AuditKeys)] | None = None
+    """train only: in a share of the steps one worker runs a part of another one's batch again, like `0.01`. A worker
+    that computes other bits is found, and left out. It needs `bitwise: true`."""
     checkpoint: CheckpointKeys = CheckpointKeys()
     """When a training writes checkpoints, besides at its end, and which it keeps."""
     init_from: Annotated[str, Field(min_length=1), BeforeValidator(path_text)] | None = None

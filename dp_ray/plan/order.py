@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 _Steps = Literal["forward", "after", "update", "loss", "parallel"]
-Purpose = Literal["dataset", "sample", "collate", "set_epoch", "generator", "sweep"] | _Steps
+Purpose = Literal["dataset", "sample", "collate", "set_epoch", "generator", "sweep", "audit"] | _Steps
 
 LIMIT = 2**63
 

@@ -8,7 +8,7 @@ alone.
 6.0
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import NamedTuple, TypeVar
 
 from dp_ray.plan.split import worker_shards
@@ -131,3 +131,20 @@ def parents(node: Node) -> dict[Node, Node]:
         return {}
     left, right = halves(node)
     return {left: node, right: node, **parents(left), **parents(right)}
+
+
+def leaves(shards: Iterable[int], pairs: set[Node]) -> list[Node]:
+    """Return the nodes, of one or two shards each, whose gradients autograd makes when `shards` run in order.
+
+    `pairs` are the `leaf_pairs` of the tree.
+
+    >>> leaves([1, 2, 3], leaf_pairs((0, 4)))
+    [(1, 2), (2, 4)]
+    """
+    found: list[Node] = []
+    for shard in shards:
+        if found and found[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in pairs:
+            found[-1] = (shard - 1, shard + 1)
+        else:
+            found.append((shard, shard + 1))
+    return found

@@ -13,6 +13,7 @@ import json
 import re
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -184,9 +185,11 @@ class CheckpointWriter:
         state: Any,
         best_step: int | None = None,
         before: Callable[[], None] = lambda: None,
+        floor: int | None = None,
     ) -> None:
         """Copy the state, then write it in the background; `before` is called there first.
 
+        The newest checkpoint of `floor` steps or fewer is kept too, whatever its age.
         Waits for the previous write, and re-raises its error.
         """
         self.wait()  # its tensors are in the memory that the copy takes again
@@ -194,7 +197,7 @@ class CheckpointWriter:
         with waiting(ON_GPU):
             self._stage(tensors)
         text = json.dumps({**about, "state": plain})
-        self._writing = self._thread.submit(self._write, step, text, best_step, before)
+        self._writing = self._thread.submit(self._write, step, text, best_step, before, floor)
 
     def agree(self, is_due: bool) -> bool:
         """Return whether the sharers save now: rank 0's checkpoint is due. Each calls this after each step."""
@@ -243,7 +246,9 @@ class CheckpointWriter:
             torch.cuda.current_stream(device).synchronize()
         self._staged = staged
 
-    def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
+    def _write(
+        self, step: int, text: str, best_step: int | None, before: Callable[[], None], floor: int | None
+    ) -> None:
         began = time.monotonic()
         before()
         rank, size = self._world.rank, self._world.world_size
@@ -259,15 +264,18 @@ class CheckpointWriter:
             rest = {key: tensor for key, tensor in self._staged.items() if key not in self._shapes}
             write_tensors(self._checkpoints, checkpoint_name(step), rest, text)
             # After the write: a crash between leaves one more than is kept, never fewer.
-            self._remove_old(step, best_step)
+            self._remove_old(step, best_step, floor)
         self.seconds += time.monotonic() - began
 
-    def _remove_old(self, step: int, best_step: int | None) -> None:
+    def _remove_old(self, step: int, best_step: int | None, floor: int | None) -> None:
         """Remove what is not to be kept, after the checkpoint of `step` is written."""
         passed_over, self._passed_over = self._passed_over - {step}, set()
         good = [step for step in steps_of(self._checkpoints) if step not in passed_over]
         self._checkpoints.before_commit()  # after the look: those of a newer attempt are not among them
-        for old in {*passed_over, *good[: -self._keep]} - {best_step}:
+        # And the oldest one above it, which becomes that of a later floor.
+        below = 0 if floor is None else bisect_right(good, floor)
+        around = set() if floor is None else {*good[max(0, below - 1) : below + 1]}
+        for old in {*passed_over, *good[: -self._keep]} - {best_step} - around:
             self._checkpoints.delete(checkpoint_name(old))
         # Older pieces without a checkpoint are those of a killed attempt.
         kept, pieces = {step, *steps_of(self._checkpoints)}, self._checkpoints.child(PIECES)

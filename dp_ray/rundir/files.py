@@ -35,6 +35,7 @@ RESULT = "result.json"
 BEFORE_RETRY = "before-retry.json"  # the result of a prediction that is retried; gone once the retry has ended well
 SHAPES = "shapes.parquet"
 FACTS = "facts.json"  # what was asked before the first step (`tasks/preflight.py`); gone once the run is done
+AUDITS = "audits.json"  # what audits know of processors (`tasks/audits.py`)
 SWEEP = "sweep.json"  # in the directory of a sweep: its definition and its trials
 CHECKPOINTS = "checkpoints"  # the folder of a training's checkpoints
 FLIGHT_RECORDER = "flight_recorder"  # the folder of the collectives of attempts that hung

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dp_ray.engine.audit import Auditor
 from dp_ray.engine.clock import Part
 from dp_ray.engine.forward.weights import advice_on, tensors_of
 from dp_ray.engine.loads.loader import StepTimes
@@ -40,6 +41,7 @@ from dp_ray.rundir.history import HISTORY, FinishedStep, History, write_piece
 from dp_ray.rundir.ledger import fenced
 from dp_ray.rundir.start import NEW_HEAD, describe_start, first_step, read_start
 from dp_ray.rundir.weights import BEST, EMA, tensors_of_files, write_best, write_weights
+from dp_ray.tasks.audits import note_audits, noted_audits
 from dp_ray.tasks.setup import Context
 from dp_ray.tasks.train_state import TrainState
 from dp_ray.tensors.files import attend_writing, on_rank_0, write_tensors
@@ -56,7 +58,7 @@ UpdateKeys: TypeAlias = dict[str, Any]  # a job's optimizer and scheduler
 class Training:
     """A training on this worker, as its parts share it: its context, the split of its steps, and its state.
 
-    `watch` is over the losses, if the job ends at one that is not finite.
+    `watch` is over the losses, if the job ends at one that is not finite; `auditor` is there if it is audited.
     """
 
     context: Context
@@ -67,6 +69,7 @@ class Training:
     times: StepTimes
     watch: LossWatch | None = None
     state: TrainState = dataclasses.field(default_factory=TrainState)
+    auditor: Auditor | None = None
 
 
 class PieceKeeper:
@@ -176,15 +179,19 @@ class Checkpointer(PieceKeeper):
             about = {**self._about, **own}
             state = self._trainer.state_dict()
             rows = self._history.take()
+            auditor = self._training.auditor
+            noted, floor = (None, None) if auditor is None else (noted_audits(auditor), min(auditor.clean))
 
             def before_commit() -> None:
                 """Write, in the writer's thread, the files that must exist before the checkpoint counts."""
                 # A crash after the piece leaves rows without a checkpoint, which the next attempt deletes: it runs
                 # their steps again.
                 write_piece(self._history.folder, rows)
+                if noted is not None:
+                    note_audits(self._training.context, noted)
                 self._before()
 
-            self._writer.save(train_state.step, about, state, train_state.best_step, before_commit)
+            self._writer.save(train_state.step, about, state, train_state.best_step, before_commit, floor)
             self._saved = train_state.step
         self._times.clock.enter(before_save)
 

@@ -31,6 +31,7 @@ from dp_ray.job.samples import mixture_of
 from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.history import FinishedStep
 from dp_ray.rundir.ledger import begin_attempt
+from dp_ray.tasks.audits import begun_auditor, rewinding
 from dp_ray.tasks.checkpoints import (
     PieceKeeper,
     Training,
@@ -94,9 +95,10 @@ class TrainingRun(Generic[M]):
         hooks = HookCalls(training) if world.rank == 0 and context.job.hooks.given else None
         # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
         quarantine = begin_quarantine(context, source.dataset, lambda step, _: step < state.step)
-        work = Work(split, world.world_size, world.rank, start=start)
+        work, auditor = Work(split, world.world_size, world.rank, start=start), training.auditor
+        audits, ahead = None if auditor is None else auditor.plan, trainer.ahead
         with (
-            closing(load_steps(source, work, world.device, quarantine, times=times, ahead=trainer.ahead)) as loaded,
+            closing(load_steps(source, work, world.device, quarantine, None, times, ahead, audits)) as loaded,
             Run(context, trainer.called, split, times) as run,
             # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
@@ -108,7 +110,8 @@ class TrainingRun(Generic[M]):
             for number in itertools.chain(unfinished, run.steps(start)):
                 if state.unfinished is None:
                     on_shard = run.on_shard if number else on_first
-                    step = TrainingStep(trainer, number, next(steps), on_shard, control.wants_stop)
+                    audit = None if auditor is None else auditor.of_step(number, trainer)
+                    step = TrainingStep(trainer, number, next(steps), on_shard, control.wants_stop, audit)
                     yield step  # its loop runs passes and updates
                     state.is_torn = True  # until the step is counted
                     update = step.end()
@@ -235,7 +238,8 @@ def begun_training(
         watch = LossWatch(str(context.run)) if job.stop_on_nan else None
         training = Training(context, Source(job, dataset), split, layout, trainer, times, watch)
         training = levelled(training) or restored(training)
-        with holding(training):
+        training = replace(training, auditor=begun_auditor(training))
+        with holding(training), rewinding(training):
             if context.held is not None:
                 begin_best(training)
                 context.held.begin(training.state.step)

@@ -84,7 +84,8 @@ def keep(held: Held, training: Training) -> None:
     held.finished = running.progress
     held.forget(TORN)
     trainer = training.trainer
-    if running.is_torn or training.context.job.why_reads:
+    is_suspect = training.auditor is not None and training.auditor.since is not None
+    if running.is_torn or is_suspect or training.context.job.why_reads:
         return
     assert isinstance(trainer.optimizer_step, OptimizerStep)
     with suppress(ModelError):

@@ -72,6 +72,15 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     of two numbers differ, once in 2 ** 30 pairs.
     """
     found: dict[str, int] = {}
+    for names, of_each in begun_digests(tensors):
+        found.update(zip(names, of_each.tolist(), strict=True))
+    return found
+
+
+@torch.no_grad()
+def begun_digests(tensors: Mapping[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor]]:
+    """Return the names of the tensors of each device, with their `digests` on it, for which nobody has waited yet."""
+    found = []
     for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
         here = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
         # An odd number for each word of a piece, with bits that look random; the same numbers in pieces of any size.
@@ -79,8 +88,7 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         keys = torch.arange(max(1, -(-piece // 8)), device=device).mul_(ODD)
         keys ^= keys >> 29
         keys.mul_(ODD).bitwise_or_(1)
-        of_each = torch.stack([_digest(tensor, keys) for tensor in here.values()]).tolist()
-        found.update(zip(here, of_each, strict=True))
+        found.append(([*here], torch.stack([_digest(tensor, keys) for tensor in here.values()])))
     return found
 
 

@@ -32,6 +32,7 @@ NEW_IN_0_3 = [
     "pack: not set there, None here",
     "on_lost_worker: not set there, None here",
     "evaluation: not set there, None here",
+    "audit: not set there, None here",
     "timeouts.rejoin: not set there, 10 here",
     "blocks: None there, not set here",
     "scatter: 'samples' there, not set here",

@@ -102,6 +102,8 @@ def test_kinds_add_up_to_what_the_model_has() -> None:
 def test_bitwise_holds_sums_of_a_tree(shards: int, workers: int, copies: int) -> None:
     """Autograd adds two shards; so of 8 there are sums of four and of two, beside the gradients that are made."""
     assert copies_of_gradient(job_of("mlp", shards=shards, bitwise=True), workers, shards) == copies
+    audited = job_of("mlp", shards=shards, bitwise=True, audit=0.1)
+    assert copies_of_gradient(audited, workers, shards) == max(copies, 2), "an auditor has gradients of its own"
 
 
 @pytest.mark.slow

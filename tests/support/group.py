@@ -193,7 +193,7 @@ def _work(
         with suppress(Stopped):
             job = pickled_copy(job)  # a pipe gives all workers the same memory of its tensors
             run = getattr(control, "storage", Storage)(folder)
-            world = World(rank, size, all_devices=devices)
+            world = World(rank, size, rank, all_devices=devices)
             if (task := getattr(control, "task", None)) is None:
                 run_task(job, world, run, send, control)
             else:

@@ -140,12 +140,16 @@ class Replica:
             raise_located(error, self.of + location(shard))
 
     @contextmanager
-    def again(self, loaded: "LoadedShard", run: Callable[[Any], T], number: int = 0) -> Iterator[T]:
+    def again(
+        self, loaded: "LoadedShard", run: Callable[[Any], T], number: int = 0, in_step: bool = False
+    ) -> Iterator[T]:
         """Run a shard outside the steps: give what `run` returns for a copy of its batch, which it may write.
 
-        After the block the state is as before. Random numbers are not: all code that draws them is seeded before.
+        After the block the state is as before; `in_step`, after the step's shards, it is as before the step. Random
+        numbers are not: all code that draws them is seeded before.
         """
-        self.begin(2)
+        if not in_step:
+            self.begin(2)
         yield self.run(loaded.shard, run, copied(loaded.batch), number=number)
         self.restore()
 

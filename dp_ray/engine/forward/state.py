@@ -358,6 +358,15 @@ class StepState(State):
                     "give each a tensor of its own in the constructor (clone it)"
                 )
 
+    def shared_by_all(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that forwards write, as far as all workers know that, with their values of now."""
+        known = self._forms.keys() if self._has_peers else self._held.followed.keys()
+        return {
+            name: tensor
+            for name, tensor in present_in(self._held.now()).items()
+            if name in known or name in self._held.places
+        }
+
     def drop(self) -> None:
         """Set all to the values before a step that has begun and will not end; it must have kept them."""
         if self.is_open:
@@ -391,7 +400,11 @@ class StepState(State):
         forms = forms_of(self._held.buffers()) if self._kept is None else self._kept.forms
         of_buffers = {name: forms[name] for name in self._held.places}
         everybodys = gathered((list(self._held.followed), of_buffers))
-        self.follow(name for names, _ in everybodys for name in names)
+        names = dict.fromkeys(name for theirs, _ in everybodys for name in theirs)
+        new = [name for name in names if name not in self._held.followed]
+        # No forward has written them here yet; but one may that runs another worker's shard after these.
+        self._remember({name: self._plain[name].detach().clone() for name in new})
+        self.follow(names)
         self._forms = {**everybodys[0][1], **forms_of(self._held.followed)}
 
     def _of_rank_0(self) -> Copies:

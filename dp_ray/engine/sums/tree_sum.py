@@ -10,7 +10,7 @@ Bytes that one of W workers sends for B bytes of gradients, if each worker's sha
 for 2 and 4 workers, and if W is a power of two that divides the shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import nn
 
 from dp_ray.engine.host_copy import side_stream
 from dp_ray.engine.world import all_gather, everyone, is_gpu, new_group, without_frames
-from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, parents
+from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, leaves, parents
+from dp_ray.tensors.changed import begun_digests
 from dp_ray.tensors.flat import FlatLayout, Form, HasForm
 
 Gradients = list[torch.Tensor | None]
@@ -80,24 +81,39 @@ class TreeSums:
 class ShardSums(TreeSums):
     """The sums of one worker's shards, which are taken from the parameters' gradients.
 
-    If two shards are one node, autograd itself adds their gradients, in the second one's backward.
+    If two shards are one node, autograd itself adds their gradients, in the second one's backward. The digests of the
+    gradients of the node `audited` are taken before they are added or sent, into `digests`.
     """
+
+    audited: Node | None = None
 
     def __init__(self, parameters: Sequence[nn.Parameter], shards: int) -> None:
         super().__init__((0, shards))
         self.parameters = parameters
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._pairs = leaf_pairs(self.root)
+        self.digests: list[tuple[list[str], torch.Tensor]] = []
+
+    def audit(self, node: Node | None) -> None:
+        """Take the digests of a node's gradients in this step, of None of none."""
+        self.audited, self.digests = node, []
+
+    def digest(self, gradients: Gradients, numbers: Iterable[int | None] | None = None) -> None:
+        """Take the digests of gradients, of the parameters of these numbers; by default of all.
+
+        One without a gradient counts as one of zeros that add nothing: so DDP has it.
+        """
+        numbered = zip(range(len(self.parameters)) if numbers is None else numbers, gradients, strict=True)
+        found = {
+            str(at): zeros_that_add_nothing(self.parameters[at].detach()) if gradient is None else gradient
+            for at, gradient in numbered
+            if at is not None
+        }
+        self.digests += begun_digests(found)
 
     def leaves(self, shards: Sequence[int]) -> list[Node]:
-        """Return the nodes, of one or two shards each, whose gradients autograd makes when `shards` run in order."""
-        leaves: list[Node] = []
-        for shard in shards:
-            if leaves and leaves[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in self._pairs:
-                leaves[-1] = (shard - 1, shard + 1)
-            else:
-                leaves.append((shard, shard + 1))
-        return leaves
+        """Return the nodes whose gradients autograd makes when `shards` run in order."""
+        return leaves(shards, self._pairs)
 
     def move(self, node: Node) -> None:
         """Move the parameters' gradients, those of a node, into the sums."""
@@ -105,6 +121,8 @@ class ShardSums(TreeSums):
         # Else the next backward would add its gradients to these sums, in the same memory.
         for parameter in self.parameters:
             parameter.grad = None
+        if node == self.audited:
+            self.digest(gradients)
         self.take(node, gradients)
 
     def used(self) -> set[int]:
@@ -118,6 +136,8 @@ class ShardSums(TreeSums):
     ) -> list[Gradients | None]:
         """Return the sums of `nodes` for some parameters; their `gradients` of the node `last` are not held here."""
         numbers = [self._numbers.get(id(parameter)) for parameter in bucket]
+        if last is not None and last == self.audited:
+            self.digest(gradients, numbers)
         held: dict[Node, Gradients] = {
             node: [None if number is None else sums[number] for number in numbers] for node, sums in self.held.items()
         }
