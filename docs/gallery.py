@@ -77,6 +77,11 @@ JOBS = (
         sweep="--over optimizer.args.lr=0.0003,0.003,0.03",
     ),
     Shown("bad_records", "[damaged samples](bad-records.md) are set aside, and the training goes on", EXAMPLES),
+    Shown(
+        "audited",
+        "[an audit](faults.md#find-a-processor-that-computes-wrong) finds a worker that computes wrong",
+        "tests/tasks/test_audits.py",
+    ),
     Shown("simclr", "SimCLR: a loss that sees the whole batch", EXAMPLES),
     Shown("vae", "a VAE: a loss that is [a sum over the batch](losses.md#a-sum-over-the-batch)", EXAMPLES),
     Shown(

@@ -178,10 +178,11 @@ def test_every_key_within_a_sentence_is_one_of_a_job(page: Path) -> None:
     for code in inline_of(page):
         if re.match(r"[a-z_]+: \S", code):
             (given,) = [yaml.safe_load(code.replace("...", "'module:attribute'"))]
-            one_device = {"devices": None, "device_map": None} if "strategy" in given else {}
+            one_device = {"devices": None, "device_map": None} if {"strategy", "audit"} & given.keys() else {}
+            bits = {"bitwise": True} if "audit" in given else {}
             workers = given["shards"] if isinstance(given.get("shards"), int) else 16
             around = {key: value for key, value in ANY_JOB.items() if "loop" not in given or key not in IN_A_LOOP}
-            job = Job.make({**around, "workers": workers, **one_device, **given}, "job")
+            job = Job.make({**around, "workers": workers, **one_device, **bits, **given}, "job")
             assert job.model_fields_set >= given.keys()
 
 

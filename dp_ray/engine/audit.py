@@ -8,28 +8,28 @@ A worker that computes wrong is convicted, or has the step done again: `Auditor.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from dp_ray.engine.clock import Part
+from dp_ray.engine.clock import Part, StepClock
+from dp_ray.engine.forward.state import StepState
 from dp_ray.engine.loads.loading import LoadedShard, LoadedStep, Source, load_steps
-from dp_ray.engine.sums.reduce import NOTHING, Reduction
-from dp_ray.engine.sums.tree_sum import Gradients
+from dp_ray.engine.placement import Placement
+from dp_ray.engine.sums import tree_sum
+from dp_ray.engine.sums.reduce import NOTHING, Reduction, ShardLoss
+from dp_ray.engine.update import Gradients
 from dp_ray.engine.world import World, all_gather, everyone, gathered
 from dp_ray.errors import DataError, ModelError, WorkerError
-from dp_ray.plan.audits import WITHIN, Audit, Audits, Verdict, judged, odd_ones
-from dp_ray.plan.split import Shard, Work
+from dp_ray.plan.audits import WITHIN, Audit, Audits, AuditVerdict, judged, odd_ones
+from dp_ray.plan.split import Shard
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.changed import begun_digests
 from dp_ray.tensors.scatter import cut
 from dp_ray.tensors.tree import flatten
 from dp_ray.text import listed
-
-if TYPE_CHECKING:
-    from dp_ray.engine.trainer import Pass, TrainedModel
 
 Begun = list[tuple[list[str], torch.Tensor]]  # digests that nobody has waited for
 PLAIN = (bool, int, float, str, bytes)
@@ -44,6 +44,28 @@ class Differs(ModelError):
     """Workers differ, and nobody knows who is at fault: to try again would find it again."""
 
     comes_back = True
+
+
+class HasState(Protocol):
+    """A model in training."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that later steps depend on."""
+
+
+class AuditedPass(Protocol):
+    """A pass over a step's shards, as an audit sees it."""
+
+    placement: Placement
+    loss: ShardLoss
+    gradients: Gradients
+    state: StepState
+    clock: StepClock
+
+    def again(
+        self, loaded: LoadedShard, number: int = 0, around: Any = None, in_step: bool = False
+    ) -> AbstractContextManager[torch.Tensor]:
+        """Run a shard's forward beside the reduction; the block runs its loss's backward."""
 
 
 class Ran(NamedTuple):
@@ -75,19 +97,18 @@ class Auditor:
     step: int = field(default=-1, init=False)
     since: int | None = field(default=None, init=False)
 
-    def of_step(self, step: int, trainer: "TrainedModel") -> "StepAudit | None":
+    def of_step(self, step: int, trainer: HasState) -> "StepAudit | None":
         """Return the audit of a step that is about to begin, None if it has none."""
         audit = self.plan.of_step(step)
         return None if audit is None else StepAudit(self, audit, trainer)
 
     @contextmanager
-    def read(self, step: int, rank: int, audits: Audits | None = None) -> Iterator[LoadedStep]:
-        """Read a worker's part of a step once more."""
-        work = Work(self.plan.split, self.plan.world_size, rank, start=step)
-        with closing(load_steps(self.source, work, self.world.device, audits=audits)) as steps:
+    def read(self, step: int, rank: int) -> Iterator[LoadedStep]:
+        """Read a worker's part of a step once more, with what it runs again."""
+        with closing(load_steps(self.source, self.plan.work(rank, step), self.world.device)) as steps:
             yield next(steps)
 
-    def settle(self, step: int, what: str, verdict: Verdict, is_of_state: bool = False) -> None:
+    def settle(self, step: int, what: str, verdict: AuditVerdict, is_of_state: bool = False) -> None:
         """Note who was at fault in a step. Returns if the step, without the update, can be done again.
 
         Else raises ComputesWrong on a convicted worker, Differs if nobody is known to be at fault, and WorkerError on
@@ -123,8 +144,8 @@ class StepAudit:
 
     auditor: Auditor
     audit: Audit
-    trainer: "TrainedModel"
-    verdict: Verdict = field(default_factory=Verdict, init=False)
+    trainer: HasState
+    verdict: AuditVerdict = field(default_factory=AuditVerdict, init=False)
     _batch: Begun = field(default_factory=list, init=False)
     _leaf: Begun = field(default_factory=list, init=False)
 
@@ -137,7 +158,7 @@ class StepAudit:
         """Return the digests of all that the training depends on, as it stands before the step."""
         return _digests(f"state, {self.audit.step}", self.trainer.state_dict())
 
-    def begin(self, a_pass: "Pass", reduction: Reduction, divisor: int) -> None:
+    def begin(self, a_pass: AuditedPass, reduction: Reduction, divisor: int) -> None:
         """Begin a pass, whose losses are divided by `divisor`."""
         assert reduction.sums is not None, "an audited job is bitwise"
         self._pass, self._reduction, self._sums, self._divisor = a_pass, reduction, reduction.sums, divisor
@@ -204,7 +225,7 @@ class StepAudit:
     def _run(self, shards: Iterable[LoadedShard]) -> Ran:
         """Run the leaf once more, in gradients of its own; return what the worker has of it."""
         a_pass, clock, sums = self._pass, self._pass.clock, self._sums
-        batch, leaf, gradients = Begun(), Begun(), Gradients([None] * len(sums.parameters))
+        batch, leaf, gradients = Begun(), Begun(), tree_sum.Gradients([None] * len(sums.parameters))
         for loaded in shards:
             batch += _digests(f"batch of {loaded.shard.shard}", loaded.batch)
             clock.enter(Part.FORWARD)

@@ -259,7 +259,7 @@ class TrainingStep:
         trainer.state.drop()
         trainer.optimizer_step.drop_gradients()
         self.num_passes, self.on_shard, self.audit = 0, None, replace(audit)  # its shards are told already
-        with auditor.read(self.number, auditor.world.rank, auditor.plan) as self.loaded:
+        with auditor.read(self.number, auditor.world.rank) as self.loaded:
             return self.backward(a_pass)
 
     def update(self, optimizer_step: OptimizerStep, number: int = 0) -> None:

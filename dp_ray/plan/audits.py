@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from dp_ray.plan.order import derive_seed
-from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.plan.tree import Node, leaf_pairs, leaves
 
 WITHIN = 1000  # steps: a worker that differs a second time in so many is convicted
@@ -67,6 +67,10 @@ class Audits:
             return None
         return Audit(step, own[derive_seed(self.seed, "audit", number, step) % len(own)], runner, auditor, third)
 
+    def work(self, rank: int, start: int) -> Work:
+        """Return the work of a worker from a step on, with what it runs again."""
+        return Work(self.split, self.world_size, rank, start=start, again=partial(self.shards, rank=rank))
+
     def shards(self, step: int, rank: int) -> list[Shard]:
         """Return the shards that a worker runs again in a step, as its auditor."""
         audit = self.of_step(step)
@@ -78,7 +82,7 @@ class Audits:
         return [shard for shard in ran if shard.shard in range(*audit.leaf)]
 
 
-class Verdict(NamedTuple):
+class AuditVerdict(NamedTuple):
     """Ranks of workers that compute wrong: for certain, or once and not again; or of which some do, nobody knows who.
 
     It is false if all workers agree.
@@ -92,38 +96,40 @@ class Verdict(NamedTuple):
         return any(self)
 
 
-def judged(ran: Mapping[int, Sequence[Hashable]]) -> Verdict:
+def judged(ran: Mapping[int, Sequence[Hashable]]) -> AuditVerdict:
     """Return who is at fault, by what each worker's runs of one leaf gave, in order.
 
     What most workers have given, and two at least, is right. Who never gave it in two runs is convicted. Of two
     workers that do not agree, one that does not repeat itself is at fault.
 
-    >>> judged({0: "ab", 1: "bb", 2: "b"}), judged({0: "aa", 1: "bb", 2: "b"}).convicted, judged({0: "aa", 1: "bb"})
-    (Verdict(convicted=(), transient=(0,), unclear=()), (0,), Verdict(convicted=(), transient=(), unclear=(0, 1)))
+    >>> judged({0: "ab", 1: "bb", 2: "b"}).transient, judged({0: "aa", 1: "bb", 2: "b"}).convicted
+    ((0,), (0,))
+    >>> judged({0: "aa", 1: "bb"}).unclear
+    (0, 1)
     """
     if len({value for values in ran.values() for value in values}) == 1:
-        return Verdict()
+        return AuditVerdict()
     everyone = tuple(ran)
     if len(ran) == 1:
         repeats = Counter(*ran.values()).most_common(1)[0][1] > 1
-        return Verdict(transient=everyone) if repeats else Verdict(convicted=everyone)
+        return AuditVerdict(transient=everyone) if repeats else AuditVerdict(convicted=everyone)
     givers = Counter(value for values in ran.values() for value in set(values))
     (right, most), *others = givers.most_common()
     if most < 2 or (others and others[0][1] == most):  # nobody knows what is right
         unsteady = tuple(rank for rank, values in ran.items() if len(set(values)) > 1)
-        return Verdict(unsteady) if len(ran) == 2 and len(unsteady) == 1 else Verdict(unclear=everyone)
+        return AuditVerdict(unsteady) if len(ran) == 2 and len(unsteady) == 1 else AuditVerdict(unclear=everyone)
     differ = {rank: values for rank, values in ran.items() if set(values) != {right}}
     convicted = tuple(rank for rank, values in differ.items() if len(values) > 1 and right not in values)
-    return Verdict(convicted, tuple(rank for rank in differ if rank not in convicted))
+    return AuditVerdict(convicted, tuple(rank for rank in differ if rank not in convicted))
 
 
-def odd_ones(words: Sequence[Hashable]) -> Verdict:
+def odd_ones(words: Sequence[Hashable]) -> AuditVerdict:
     """Return who does not have the state that more than half of the workers have; without such a state, all.
 
-    >>> odd_ones("aab").transient, odd_ones("aa"), odd_ones("ab").unclear
-    ((2,), Verdict(convicted=(), transient=(), unclear=()), (0, 1))
+    >>> odd_ones("aab").transient, bool(odd_ones("aa")), odd_ones("ab").unclear
+    ((2,), False, (0, 1))
     """
     right, most = Counter(words).most_common(1)[0]
     if 2 * most <= len(words) and len(words) > 1:
-        return Verdict(unclear=tuple(range(len(words))))
-    return Verdict(transient=tuple(rank for rank, word in enumerate(words) if word != right))
+        return AuditVerdict(unclear=tuple(range(len(words))))
+    return AuditVerdict(transient=tuple(rank for rank, word in enumerate(words) if word != right))

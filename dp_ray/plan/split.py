@@ -5,7 +5,7 @@ each worker, the cut of a job's steps into files, and the cut of a sequence of b
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from operator import itemgetter
@@ -236,7 +236,7 @@ class Done:
 class Work:
     """The steps of one worker from `start` on, each with its non-empty shards that are not done.
 
-    It can be iterated more than once.
+    It can be iterated more than once. `again` gives of a step those of another worker that this one runs too.
     """
 
     split: Split
@@ -244,6 +244,7 @@ class Work:
     rank: int = 0
     done: Done = field(default_factory=Done)
     start: int = 0
+    again: Callable[[int], list[Shard]] | None = None
 
     @property
     def shards(self) -> range:

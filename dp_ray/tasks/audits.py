@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import torch
 
 from dp_ray.engine.audit import Auditor, Differs
+from dp_ray.engine.loads.loading import Source
 from dp_ray.engine.world import World, gathered
 from dp_ray.plan.audits import Audits
+from dp_ray.plan.split import Split
 from dp_ray.records import Record
 from dp_ray.rundir.checkpoint import checkpoint_name
 from dp_ray.rundir.files import AUDITS, CHECKPOINTS, steps_of
@@ -22,13 +23,10 @@ from dp_ray.rundir.ledger import fenced
 from dp_ray.tasks.setup import Context
 from dp_ray.text import listed
 
-if TYPE_CHECKING:
-    from dp_ray.tasks.checkpoints import Training
-
 
 @dataclass(frozen=True)
 class Noted:
-    """What the audits of a run know of processors, by their places (`place_of`).
+    """What the audits of a run know of processors, by their places (`processor_of`).
 
     `clean` has the last step in which each was audited and right, `suspects` those in which it was wrong, once. Those
     that are `convicted`, with the step, take no part any more.
@@ -42,24 +40,23 @@ class Noted:
 AUDITS_JSON = Record[Noted](Noted, AUDITS, missing=Noted(), indent=2)
 
 
-def place_of(world: World) -> str:
+def processor_of(world: World) -> str:
     """Return what tells a worker's processor from others: its node, and its GPU or its place there."""
     if world.device.type == "cuda":
         return f"{world.node}, GPU-{torch.cuda.get_device_properties(world.device).uuid}"
     return f"{world.node}, {world.device.type} {world.local_rank}"
 
 
-def begun_auditor(training: "Training") -> Auditor | None:
-    """Return the auditor of a training that begins at its state, None if its job is not audited.
+def begun_auditor(context: Context, source: Source, split: Split, at: int) -> Auditor | None:
+    """Return the auditor of a training that begins at the step `at`, None if its job is not audited.
 
     Every rank calls this. Raises Differs if a worker's processor was convicted before: no other one was there.
     """
-    context, at = training.context, training.state.step
     audit, job, world = context.job.audit, context.job, context.world
     if audit is None:
         return None
     noted = AUDITS_JSON.read(context.run) if world.rank == 0 else Noted()
-    told: list[tuple[str, str, Noted]] = gathered((str(world), place_of(world), noted))
+    told: list[tuple[str, str, Noted]] = gathered((str(world), processor_of(world), noted))
     (names, places, (noted, *_)) = zip(*told, strict=True)
     if bad := [rank for rank, place in enumerate(places) if place in noted.convicted]:
         who = listed(f"{names[rank]} ({places[rank]}), in step {noted.convicted[places[rank]]}" for rank in bad)
@@ -67,10 +64,10 @@ def begun_auditor(training: "Training") -> Auditor | None:
             f"audit: this run was found to compute wrong on {who}, and no other processor is free for it: leave that "
             f"node out; if it is mended, delete {context.run}/{AUDITS}"
         )
-    plan = Audits(training.split, Fraction(str(audit.share)), job.seed, world.world_size)
+    plan = Audits(split, Fraction(str(audit.share)), job.seed, world.world_size)
     clean = [min(at, noted.clean.get(place, at)) for place in places]
     suspects = {rank: [*noted.suspects[place]] for rank, place in enumerate(places) if place in noted.suspects}
-    return Auditor(plan, training.source, world, names, places, clean, suspects, context.say)
+    return Auditor(plan, source, world, names, places, clean, suspects, context.say)
 
 
 def noted_audits(auditor: Auditor) -> Noted:
@@ -95,7 +92,7 @@ def note_audits(context: Context, found: Noted) -> None:
 
 
 @contextmanager
-def rewinding(training: "Training") -> Iterator[None]:
+def rewinding(context: Context, auditor: Auditor | None) -> Iterator[None]:
     """Remove the checkpoints that may be wrong, where the block ends since a worker computes wrong.
 
     All workers end the block after the same step, and wait until that is done.
@@ -103,7 +100,6 @@ def rewinding(training: "Training") -> Iterator[None]:
     try:
         yield
     except Exception:
-        auditor, context = training.auditor, training.context
         if auditor is None or auditor.since is None:
             raise
         audit, since = context.job.audit, auditor.since

@@ -95,10 +95,12 @@ class TrainingRun(Generic[M]):
         hooks = HookCalls(training) if world.rank == 0 and context.job.hooks.given else None
         # Before any sample is set aside, also in an evaluation: it removes those of all later steps.
         quarantine = begin_quarantine(context, source.dataset, lambda step, _: step < state.step)
-        work, auditor = Work(split, world.world_size, world.rank, start=start), training.auditor
-        audits, ahead = None if auditor is None else auditor.plan, trainer.ahead
+        auditor = training.auditor
+        work = Work(split, world.world_size, world.rank, start=start)
+        if auditor is not None:
+            work = auditor.plan.work(world.rank, start)
         with (
-            closing(load_steps(source, work, world.device, quarantine, None, times, ahead, audits)) as loaded,
+            closing(load_steps(source, work, world.device, quarantine, times=times, ahead=trainer.ahead)) as loaded,
             Run(context, trainer.called, split, times) as run,
             # Within the run: the writer's thread has the recorder send, also after an error.
             checkpointing(training, run.recorder.keep) as checkpointer,
@@ -238,8 +240,9 @@ def begun_training(
         watch = LossWatch(str(context.run)) if job.stop_on_nan else None
         training = Training(context, Source(job, dataset), split, layout, trainer, times, watch)
         training = levelled(training) or restored(training)
-        training = replace(training, auditor=begun_auditor(training))
-        with holding(training), rewinding(training):
+        auditor = begun_auditor(context, training.source, split, training.state.step)
+        training = replace(training, auditor=auditor)
+        with holding(training), rewinding(context, auditor):
             if context.held is not None:
                 begin_best(training)
                 context.held.begin(training.state.step)

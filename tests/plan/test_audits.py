@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.audits import Audit, Audits, Verdict, judged, odd_ones
+from dp_ray.plan.audits import Audit, Audits, AuditVerdict, judged, odd_ones
 from dp_ray.plan.split import Split
 
 SHARES = st.fractions(Fraction(1, 50), 1, max_denominator=60)
@@ -51,20 +51,20 @@ def test_the_leaf_is_the_runners(share: Fraction, workers: int, seed: int, shard
 
 
 ROWS = {
-    "all agree": ({0: "aa", 1: "aa", 2: "a"}, Verdict()),
-    "the runner once": ({0: "xa", 1: "aa", 2: "a"}, Verdict(transient=(0,))),
-    "the auditor once": ({0: "aa", 1: "xa", 2: "a"}, Verdict(transient=(1,))),
-    "the runner steadily": ({0: "xx", 1: "aa", 2: "a"}, Verdict((0,))),
-    "the auditor, otherwise each time": ({0: "aa", 1: "xy", 2: "a"}, Verdict((1,))),
-    "the runner steadily, and the auditor once": ({0: "xx", 1: "ya", 2: "a"}, Verdict((0,), (1,))),
-    "the runner once, and the third": ({0: "xa", 1: "aa", 2: "y"}, Verdict(transient=(0, 2))),
-    "all differ": ({0: "xx", 1: "yy", 2: "z"}, Verdict(unclear=(0, 1, 2))),
-    "one of two once": ({0: "xa", 1: "aa"}, Verdict(transient=(0,))),
-    "one of two, otherwise each time": ({0: "xy", 1: "aa"}, Verdict((0,))),
-    "both of two repeat": ({0: "xx", 1: "aa"}, Verdict(unclear=(0, 1))),
-    "neither of two repeats": ({0: "xy", 1: "zw"}, Verdict(unclear=(0, 1))),
-    "one alone once": ({0: "axa"}, Verdict(transient=(0,))),
-    "one alone each time": ({0: "xyz"}, Verdict((0,))),
+    "all agree": ({0: "aa", 1: "aa", 2: "a"}, AuditVerdict()),
+    "the runner once": ({0: "xa", 1: "aa", 2: "a"}, AuditVerdict(transient=(0,))),
+    "the auditor once": ({0: "aa", 1: "xa", 2: "a"}, AuditVerdict(transient=(1,))),
+    "the runner steadily": ({0: "xx", 1: "aa", 2: "a"}, AuditVerdict((0,))),
+    "the auditor, otherwise each time": ({0: "aa", 1: "xy", 2: "a"}, AuditVerdict((1,))),
+    "the runner steadily, and the auditor once": ({0: "xx", 1: "ya", 2: "a"}, AuditVerdict((0,), (1,))),
+    "the runner once, and the third": ({0: "xa", 1: "aa", 2: "y"}, AuditVerdict(transient=(0, 2))),
+    "all differ": ({0: "xx", 1: "yy", 2: "z"}, AuditVerdict(unclear=(0, 1, 2))),
+    "one of two once": ({0: "xa", 1: "aa"}, AuditVerdict(transient=(0,))),
+    "one of two, otherwise each time": ({0: "xy", 1: "aa"}, AuditVerdict((0,))),
+    "both of two repeat": ({0: "xx", 1: "aa"}, AuditVerdict(unclear=(0, 1))),
+    "neither of two repeats": ({0: "xy", 1: "zw"}, AuditVerdict(unclear=(0, 1))),
+    "one alone once": ({0: "axa"}, AuditVerdict(transient=(0,))),
+    "one alone each time": ({0: "xyz"}, AuditVerdict((0,))),
 }
 
 
@@ -86,6 +86,6 @@ def test_a_single_faulty_worker_is_the_one_that_is_named(workers: int, data: st.
 
 
 def test_states_that_differ() -> None:
-    assert odd_ones("aaba") == Verdict(transient=(2,))
-    assert odd_ones("a") == odd_ones("aaa") == Verdict()
-    assert odd_ones("aabb") == Verdict(unclear=(0, 1, 2, 3))
+    assert odd_ones("aaba") == AuditVerdict(transient=(2,))
+    assert odd_ones("a") == odd_ones("aaa") == AuditVerdict()
+    assert odd_ones("aabb") == AuditVerdict(unclear=(0, 1, 2, 3))

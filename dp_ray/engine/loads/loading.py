@@ -31,7 +31,6 @@ from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.samples import Indices, hold_blocks, order_of
 from dp_ray.job.targets import build_dataset, resolve
-from dp_ray.plan.audits import Audits
 from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import Shard, Split, Work
 from dp_ray.tensors.files import moved_batch
@@ -95,14 +94,13 @@ def load_steps(
     pick: Pick | None = None,
     times: StepTimes | None = None,
     ahead: "OverlappedRead | None" = None,
-    audits: Audits | None = None,
 ) -> Generator[LoadedStep, None, None]:
     """Yield the steps of `work`, each with this worker's shards on `device`.
 
     With a `quarantine`, the bad samples are set aside: then all shards of a step are read before it is given. `pick`
     gives the part of a batch that is taken. `times` measures the wait for shards, and the loader's work. `ahead`
-    reads a shard before it is asked for. With `audits` a step has the shards that this worker runs again. Close the
-    generator, also after an error: then nothing more is read in the background.
+    reads a shard before it is asked for. Close the generator, also after an error: then nothing more is read in the
+    background.
 
     A shard's rows are the samples that were cut for it. What a collate of the user's makes of them is handed on as it
     is.
@@ -120,7 +118,7 @@ def load_steps(
         columns, screen = None, new_screen(job, reader, quarantine.reference)
     samples = Samples(reader, job.seed, columns, times or StepTimes(), screen, source.told)
     skipping = Skipping(job, dataset) if job.skipped else None
-    walk = functools.partial(_walk, work, skipping, audits)
+    walk = functools.partial(_walk, work, skipping)
     for_reading, for_steps = itertools.tee(walk())
     good: dict[int, list[Shard]] = {}  # by step, what is left of the worker's shards by the time that these are read
     loaded = _read(job, samples, lambda: _pieces(walk()), _pieces(for_reading), device)
@@ -134,17 +132,16 @@ def load_steps(
         loaded = times.waiting(loaded)
     if ahead is not None and work.world_size > 1:  # one worker alone does not wait for others
         loaded = ahead.passing(loaded)
-    again = None if audits is None else functools.partial(audits.shards, rank=work.rank)
-    return _steps(source, work.split, for_steps, loaded, good, skipping, again)
+    return _steps(source, work, for_steps, loaded, good, skipping)
 
 
-def _walk(work: Work, skipping: "Skipping | None", audits: Audits | None) -> Walk:
+def _walk(work: Work, skipping: "Skipping | None") -> Walk:
     """Yield the steps of a worker, with its shards as they are read: without what is skipped.
 
-    With `audits`, those of another worker's that it runs again come last.
+    Those of another worker that it runs again come last.
     """
     for step, own in work:
-        shards = own if audits is None else [*own, *audits.shards(step, work.rank)]
+        shards = own if work.again is None else [*own, *work.again(step)]
         yield step, shards if skipping is None else list(map(skipping, shards))
 
 
@@ -230,17 +227,17 @@ def check_rows(job: Job, inputs: Any, shard: Shard) -> None:
 
 def _steps(
     source: Source,
-    split: Split,
+    work: Work,
     walk: Walk,
     loaded: Generator[LoadedShard, None, None],
     good: dict[int, list[Shard]],
     skipping: "Skipping | None",
-    again: Callable[[int], list[Shard]] | None,
 ) -> Generator[LoadedStep, None, None]:
     """Yield the steps of the loaded shards; `good` has the shards of those of which samples were set aside.
 
-    What a worker runs `again` in a step are the last of its shards.
+    What a worker runs again in a step are the last of its shards.
     """
+    split = work.split
     try:
         for step, planned in walk:
             # A name would keep a batch's memory while the next one is read: the first one is handed on in a list.
@@ -248,7 +245,7 @@ def _steps(
             in_turn = functools.partial(_next, source, split, loaded, read)
             read += map(in_turn, planned[:1])
             whole = split.whole(step) if skipping is None else skipping(split.whole(step))
-            own = len(planned) - (0 if again is None else len(again(step)))
+            own = len(planned) - (0 if work.again is None else len(work.again(step)))
             others, planned = planned[own:], planned[:own]
             yield LoadedStep(step, good.pop(step, planned), map(in_turn, planned), whole, map(in_turn, others))
     finally:
