@@ -106,7 +106,7 @@ def rewinding(context: Context, auditor: Auditor | None) -> Iterator[None]:
         if context.world.rank == 0:
             note_audits(context, noted_audits(auditor))
             checkpoints = fenced(context.run, context.attempt).child(CHECKPOINTS)
-            steps = f"steps {since} to {auditor.step - 1}" if auditor.step > since else "no finished step"
+            steps = f"the steps from {since} to {auditor.step - 1}" if auditor.step > since + 1 else f"step {since}"
             if audit is not None and audit.rewind:
                 context.say(f"audit: {steps} may be wrong, and run again; checkpoints of them are removed")
                 for step in steps_of(checkpoints):
