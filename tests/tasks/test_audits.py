@@ -156,6 +156,7 @@ def test_the_example(tmp_path: Path, in_project: Path, calls: int, says: str) ->
     assert [*found["convicted" if calls > 1 else "suspects"]] == ["localhost, cpu 1"]
 
 
+WRITING = {"target": "tests.support.writing:Writing", "args": {"ways": ["momentum_data"]}}
 AUGMENTED = {"target": "tests.support.training:Pairs", "args": {"augment": True}}
 EVAL = {"dataset": {"target": "tests.support.training:Images", "args": {"length": 20}}, "every_steps": 2}
 TRAININGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -168,6 +169,7 @@ TRAININGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "checkpointed activations, tied weights": ("Blocks", "Sentences", {"activation_checkpointing": True}),
     "parameters that some shards use": ("partly_used", "Pairs", {}),
     "averages, a clip and evaluations": ("conv", "Images", {"ema": {"decay": 0.5}, "grad_clip": 0.1, "eval": EVAL}),
+    "parameters that forwards write, in a step also of workers without rows": (WRITING, "Pairs", {"batch_size": 3}),
     "a weight for each shard": ("mlp", "PartlyLabelled", {"loss": "tests.support.training:mean_of_labels"}),
 }
 
