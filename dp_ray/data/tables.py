@@ -237,6 +237,7 @@ class Tabular(Blocks[BlockSource]):
             if column.null_count:
                 row = column.is_null().to_pylist().index(True)
                 raise DataError(f"{block}: row {row} of it has no list in column {name!r}; fill it, or leave it out")
+            _check_rows(block, table)
             sizes.append(numbers(pc.list_value_length(column)).astype(np.uint32))
         return np.concatenate(sizes) if sizes else np.empty(0, np.uint32)
 
@@ -246,8 +247,7 @@ class Tabular(Blocks[BlockSource]):
             if name in self._columns and name not in table.column_names:
                 table = table.append_column(name, pa.repeat(value, len(table)))
         check_columns(block.file, table.column_names, self._columns)
-        if len(table) != block.rows:
-            raise DataError(f"{block}: is damaged: has {len(table)} rows where it had {block.rows}")
+        _check_rows(block, table)
         try:
             has_own_names = any(key != names for key, names in self._keys.items())
             read = TableBlock(table, self._keys if has_own_names else None, self._dtypes)
@@ -343,6 +343,12 @@ class Parquet(ColumnFiles):
     @cached_property
     def _footers(self) -> Cache:
         return Cache(FOOTER_BYTES)
+
+
+def _check_rows(block: Block[BlockSource], table: pa.Table) -> None:
+    """Raise DataError unless a block has as many rows as its file told: pyarrow reads some damage in silence."""
+    if len(table) != block.rows:
+        raise DataError(f"{block}: is damaged: has {len(table)} rows where it had {block.rows}")
 
 
 def _footer(stream: pa.NativeFile) -> tuple[pq.FileMetaData, int]:

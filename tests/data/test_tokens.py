@@ -264,6 +264,17 @@ def test_what_is_damaged_anywhere_is_an_error_or_another_token(
     assert f"a{ending}" in says or "a.idx" in says or found == sizes or form == "plain"
 
 
+def test_a_row_group_that_reads_as_empty_is_damaged(tmp_path: Path) -> None:
+    """The bit is in the head of a page; without checksums pyarrow reads no row there, and says nothing."""
+    ending, write = FORMS["parquet"]
+    write(tmp_path / f"a{ending}", [[1, 2, 3], [], [4, 5], [6] * 20, [7, 8]])
+    whole = bytearray((tmp_path / f"a{ending}").read_bytes())
+    whole[171] ^= 1
+    (tmp_path / f"a{ending}").write_bytes(whole)
+    with pytest.raises(DataError, match=r"a\.parquet.*is damaged: has 0 rows where it had 2"):
+        Tokens(tmp_path / f"a{ending}")
+
+
 @pytest.mark.parametrize("form", ["npy", "parquet"])
 def test_a_token_above_int64_is_named_with_its_place(form: str, tmp_path: Path) -> None:
     rows = np.array([[1, 2**63 - 1, 3], [4, 2**63 + 7, 6]], np.uint64)

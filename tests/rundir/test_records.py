@@ -39,6 +39,7 @@ from dp_ray.rundir.weights import INDEX_JSON, WeightsIndex
 from dp_ray.storage import Storage
 from dp_ray.system.process import Process
 from dp_ray.tables import PartTable, read_table, write_table
+from dp_ray.tasks.audits import AUDITS_JSON, Noted
 from dp_ray.tasks.preflight import FACTS_JSON
 from dp_ray.tasks.setup import PINS_JSON, REFERENCE_JSON
 from dp_ray.telemetry import reports
@@ -172,6 +173,13 @@ CASES = {
     ),
     "previews": Case(
         PREVIEWS_JSON, [Preview(3, text="1")], '[{"sample_index": 3, "png": "", "text": "1"}]', [Preview(4)]
+    ),
+    "what audits know": Case(
+        AUDITS_JSON,
+        Noted({"n1, cpu 0": 4}, {}, {"n2, cpu 0": 3}),
+        '{\n  "clean": {\n    "n1, cpu 0": 4\n  },\n  "suspects": {},\n  "convicted": {\n'
+        '    "n2, cpu 0": 3\n  }\n}\n',
+        Noted({"n1, cpu 0": 5}, {"n1, cpu 0": [2]}),
     ),
     "a tracker's memory": Case(
         TRACKED_JSON,
