@@ -142,7 +142,10 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
 @contextmanager
 def importing_from_here() -> Iterator[None]:
     """Within the block, modules are found in the current folder too, also in an installed script or a worker."""
-    here = os.getcwd()
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # deleted, or made anew, as by a further node of Ray on this machine
+        here = ""
     known = here in sys.path or "" in sys.path
     if not known:
         sys.path.insert(0, here)

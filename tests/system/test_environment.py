@@ -1,6 +1,7 @@
 """The job's `env` is set wherever the user's code runs, and nowhere else; its values are not shown."""
 
 import gc
+import importlib
 import os
 import shlex
 from pathlib import Path
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 import dp_ray
 from dp_ray.cli.main import cli
 from dp_ray.system.imports import collector_paused, end_imports, prepare_imports
-from dp_ray.system.process import environment, is_env, without_values
+from dp_ray.system.process import environment, importing_from_here, is_env, without_values
 from tests.support import models
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -84,3 +85,13 @@ def test_the_collector_rests_while_large_modules_are_imported(monkeypatch: pytes
     assert gc.isenabled()
     assert gc.get_freeze_count() > frozen
     gc.unfreeze()
+
+
+def test_modules_are_found_where_the_current_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is for a worker whose code a further node of Ray on its machine has unpacked anew."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with importing_from_here():
+        assert importlib.import_module("colorsys").rgb_to_hsv
