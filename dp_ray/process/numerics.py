@@ -44,20 +44,21 @@ def check_numerics(job: "Job", world: World, send: Send, control: "StepControl")
     Raises JobError, on every rank, if that differs and the job is bitwise. It is an OtherKind if only nodes that
     came later differ, so that the job can go on without them.
     """
-    each = gathered((world.node, control.node_id, numerics_of(world.devices)))
-    kinds = kinds_of((rank, node, own) for rank, (node, _, own) in enumerate(each))
+    each = gathered((world.node, control.node_id, control.kind, numerics_of(world.devices)))
+    kinds = kinds_of((rank, node, own) for rank, (node, _, _, own) in enumerate(each))
     if world.rank == 0:
         send(Computes(control.attempt, kinds))
     if not job.bitwise:
         return
     node_ids: dict[str, dict[str, str]] = {}  # with their addresses, by what computes there
-    for node, node_id, own in each:
+    for node, node_id, _, own in each:
         node_ids.setdefault(json.dumps(own.computes, sort_keys=True), {})[node_id] = node
     if len(node_ids) == 1:
         if world.rank == 0:
             control.settle(*node_ids)
         return
-    known = node_ids.pop(control.kind, {})
+    # Who goes on from the first view was told none as it began, but who comes later was.
+    known = node_ids.pop(next((kind for _, _, kind, _ in each if kind), ""), {})
     others = {node_id: node for nodes in node_ids.values() for node_id, node in nodes.items()}
     if known and not known.keys() & others.keys():
         where, differs = listed(dict.fromkeys(others.values())), difference(places_of_kinds(kinds))

@@ -80,14 +80,16 @@ def be_worker(rank: int, port: int, folder: str, bitwise: bool, kind: str, node:
     leave_group()
 
 
-def two_workers(folder: Path, *, bitwise: bool = True, kind: str = "", nodes: str = "ab") -> list[dict[str, Any]]:
-    """What two workers tell of which the second one is of the lowest kind."""
+def two_workers(
+    folder: Path, *, bitwise: bool = True, kinds: tuple[str, str] = ("", ""), nodes: str = "ab"
+) -> list[dict[str, Any]]:
+    """What two workers tell of which the second one is of the lowest kind; `kinds` are what each was told."""
     store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     with ExitStack() as running:
         programs = []
         for rank, node in enumerate(nodes):
             with lowest_kind(rank == 1):
-                given = (be_worker, rank, store.port, str(folder), bitwise, kind, node)
+                given = (be_worker, rank, store.port, str(folder), bitwise, kinds[rank], node)
                 programs.append(running.enter_context(started(*given)))
         return [told_by(program.end()) for program in programs]
 
@@ -137,10 +139,13 @@ def test_without_bitwise_they_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", ["ab", "aa"])
-def test_one_that_comes_later_and_differs_is_not_taken(tmp_path: Path, own: dict[str, Any], nodes: str) -> None:
-    """Unless its node has workers of both kinds: that cannot be left out."""
-    first, second = two_workers(tmp_path, kind=json.dumps(own["kind"], sort_keys=True), nodes=nodes)
+@pytest.mark.parametrize(("nodes", "goes_on"), [("ab", False), ("ab", True), ("aa", False)])
+def test_one_that_comes_later_and_differs_is_not_taken(
+    tmp_path: Path, own: dict[str, Any], nodes: str, goes_on: bool
+) -> None:
+    """Unless its node has workers of both kinds: that cannot be left out. One that `goes_on` was told no kind."""
+    kind = json.dumps(own["kind"], sort_keys=True)
+    first, second = two_workers(tmp_path, kinds=("" if goes_on else kind, kind), nodes=nodes)
     assert first["error"] == second["error"]
     if nodes == "ab":
         assert first["ids"] == ["b"] and first["error"].startswith("no workers are taken on b, ")
