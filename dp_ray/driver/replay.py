@@ -30,14 +30,8 @@ from dp_ray.tasks.setup import Context
 from dp_ray.tasks.task import settings_of
 
 # Keys that a replay sets: it runs the steps alone, in this process.
-WITHOUT: dict[str, Any] = {
-    "workers": 0,
-    "env": {},
-    "stop_on_nan": False,
-    "audit": None,
-    "flops": False,
-    "profile": None,
-}
+WITHOUT: dict[str, Any] = {"workers": 0, "env": {}, "stop_on_nan": False}
+WITHOUT |= {"audit": None, "flops": False, "profile": None}
 
 
 def replay(

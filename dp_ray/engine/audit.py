@@ -21,7 +21,7 @@ from dp_ray.engine.placement import Placement
 from dp_ray.engine.sums import tree_sum
 from dp_ray.engine.sums.reduce import NOTHING, Reduction, ShardLoss
 from dp_ray.engine.update import Gradients
-from dp_ray.engine.world import World, all_gather, everyone, gathered
+from dp_ray.engine.world import Trouble, World, all_gather, everyone, gathered
 from dp_ray.errors import DataError, ModelError, WorkerError
 from dp_ray.plan.audits import WITHIN, Audit, Audits, AuditVerdict, judged, odd_ones
 from dp_ray.plan.split import Shard
@@ -33,11 +33,12 @@ from dp_ray.text import listed
 
 Begun = list[tuple[list[str], torch.Tensor]]  # digests that nobody has waited for
 PLAIN = (bool, int, float, str, bytes)
-WRONG = "computes wrong"  # in the cause of a ComputesWrong; `world.Trouble` knows it
 
 
 class ComputesWrong(ModelError):
     """The processor of this worker has computed other bits than those of other workers, and is left out."""
+
+    trouble = Trouble.BROKEN_GPU
 
 
 class Differs(ModelError):
@@ -125,14 +126,14 @@ class Auditor:
             return
         self.step, self.since = step, min(self.clean[one] for one in at_fault)
         if verdict.unclear:
-            raise Differs(f"{told} have different bits of {what}, and it is not known which of them {WRONG}")
-        then = f"its processor {WRONG}" if self.convicted else "all go on from an earlier checkpoint"
+            raise Differs(f"{told} have different bits of {what}, and it is not known which of them computes wrong")
+        then = "its processor computes wrong" if self.convicted else "all go on from an earlier checkpoint"
         told += f" has other bits of {what} than the other workers: {then}"
         if rank not in at_fault:
             raise WorkerError(told)
         if not self.convicted:
             raise ModelError(told)
-        raise ComputesWrong(told) from RuntimeError(WRONG)
+        raise ComputesWrong(told)
 
 
 @dataclass(eq=False)
@@ -150,13 +151,9 @@ class StepAudit:
     _leaf: Begun = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        rank = self.auditor.world.rank
-        self._runs = rank == self.audit.runner
-        self._state = self._begun_state()
-
-    def _begun_state(self) -> Begun:
-        """Return the digests of all that the training depends on, as it stands before the step."""
-        return _digests(f"state, {self.audit.step}", self.trainer.state_dict())
+        self._runs = self.auditor.world.rank == self.audit.runner
+        # Of all that the training depends on, as it stands before the step.
+        self._state = _digests(f"state, {self.audit.step}", self.trainer.state_dict())
 
     def begin(self, a_pass: AuditedPass, reduction: Reduction, divisor: int) -> None:
         """Begin a pass, whose losses are divided by `divisor`."""

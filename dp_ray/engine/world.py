@@ -371,7 +371,7 @@ class Trouble(Enum):
     )
     BROKEN_GPU = (
         r"uncorrectable (ECC|NVLink) error|ECC_UNCORRECTABLE|nvlink or a hardware error|\bXid\b|fallen off the bus"
-        "|GPU is lost|computes wrong",
+        "|GPU is lost",
         "a GPU of this node is broken: look at nvidia-smi -q -d ECC and dmesg | grep Xid there",
     )
     BUSY_GPU = (
@@ -398,11 +398,14 @@ class Trouble(Enum):
 
 
 def trouble_of(error: BaseException | None) -> Trouble | None:
-    """Return what is wrong with the machine by the text of an error or of its causes; None if nothing is."""
+    """Return what is wrong with the machine by the text of an error or of its causes; None if nothing is.
+
+    Errors of dp_ray's own that tell it have a `trouble`.
+    """
     if error is None:
         return None
     text = str(error) if isinstance(error, RuntimeError | OSError) else ""
-    return _trouble_in(text) or trouble_of(error.__cause__)
+    return getattr(error, "trouble", None) or _trouble_in(text) or trouble_of(error.__cause__)
 
 
 def _trouble_in(text: str) -> Trouble | None:

@@ -94,12 +94,8 @@ def _message(path: str, detail: Any, workers: Any = None) -> str:
     return f"{says}, got a {type(got).__name__}" if secret else f"{says}, got {hide(repr(got)):.80}"
 
 
-_MAPPED = (
-    "workers",
-    "shuffle",
-    "activation_checkpointing",
-    "audit",
-)  # keys that are a number or the like, or a mapping
+# Keys that are a number or the like, or a mapping.
+_MAPPED = ("workers", "shuffle", "activation_checkpointing", "audit")
 
 _ALLOWED = {
     "activation_checkpointing": "true, false, a list of classes like [Block], or {budget: 0.5}",
