@@ -376,10 +376,8 @@ class Job(MeasuringKeys):
 
     def _of_audit(self) -> Iterator[str]:
         """Yield what an audit needs, and what is not audited yet."""
-        if self.audit is None or self.task == "evaluate":
+        if self.audit is None or self.task != "train":
             return
-        if self.task == "predict":
-            yield "audit: task predict is not audited yet; leave audit out"
         if not self.bitwise:
             yield "audit: needs bitwise: true, so that workers have the same bits to compare"
         cannot = {

@@ -134,12 +134,17 @@ def test_other_samples_are_an_error_of_the_data(tmp_path: Path) -> None:
         {"devices": ["cpu", "cpu"]},
         {"bitwise": False},
         {"loss": {"target": "torch.nn:CrossEntropyLoss", "over": "batch"}},
-        {"task": "predict"},
     ],
 )
 def test_what_is_not_audited_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(JobError, match="audit: "):
         made(**keys)
+
+
+@pytest.mark.parametrize("task", ["predict", "evaluate"])
+def test_other_tasks_take_the_job_of_an_audited_training(task: str) -> None:
+    """As `dp-ray predict RUN_DIR` does."""
+    assert made(task=task, bitwise=False).task == task
 
 
 @pytest.mark.parametrize(
